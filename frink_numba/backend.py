@@ -1,0 +1,89 @@
+"""What a backend is (B1), and what it is asked: a step over the layers, and the answers to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from frink_numba.layer import Layer
+
+
+class LayerCache(Protocol):
+    """The host's K/V rows of one layer, in the order of positions (R9 to R13)."""
+
+    n_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def positions(self) -> int:
+        """Positions seen so far, evicted ones included."""
+
+    @property
+    def rows(self) -> int:
+        """Rows kept: `positions` less the evicted ones."""
+
+    def prefix(self) -> tuple[np.ndarray, np.ndarray]:
+        """K [rows, n_kv_heads, key_dim] and V [rows, n_kv_heads, value_dim], float32 or float16, without a copy."""
+
+
+@dataclass(slots=True)
+class Step:
+    """A hidden batch on its way through the layers (R1).
+
+    `hidden` is float32 [batch, hidden_dim], C-contiguous, and None when a plan only asks. A backend never writes to it.
+    """
+
+    layers: Sequence[Layer]
+    caches: Sequence[LayerCache]
+    start_pos: int
+    batch: int
+    hidden: np.ndarray | None = None
+    hidden_after: frozenset[int] = field(default_factory=frozenset)  # a run ends after each of these layers
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Yes; `note` may say how (a tier, a device) for the plan."""
+
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Decline:
+    """No, and why: one line without the layer's number, so that equal reasons are said once."""
+
+    reason: str
+
+
+@dataclass(slots=True)
+class Run:
+    """What a run of layers answers.
+
+    `hidden` float32 [batch, hidden_dim]; `kv_rows` one (K, V) pair a layer, float32
+    [batch, n_kv_heads, head_dim], K after
+    the rotation (R9). `experts` names the experts each layer used; None means expert 0 of each (R22).
+    """
+
+    hidden: np.ndarray
+    kv_rows: list[tuple[np.ndarray, np.ndarray]]
+    experts: Sequence[Sequence[int]] | None = None
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """Serves runs of consecutive layers. Made by a factory `(layers) -> Backend` that raises BackendUnavailable."""
+
+    name: str
+
+    def can_serve(self, l: int, step: Step) -> Serve | Decline:  # noqa: E741
+        """Whether layer `l` can run in this step: cheap, pure, no device work, no side effect (B1, R7)."""
+
+    def run(self, l: int, length: int, step: Step) -> Run | None:  # noqa: E741
+        """Run layers l .. l+length-1. None after a failure that was reported (R21); step and caches stay untouched."""
+
+    def close(self) -> None:
+        """Give back what the backend holds; it may be called twice."""
