@@ -63,9 +63,9 @@ class Decline:
 class Run:
     """What a run of layers answers.
 
-    `hidden` float32 [batch, hidden_dim]; `kv_rows` one (K, V) pair a layer, float32
-    [batch, n_kv_heads, head_dim], K after
-    the rotation (R9). `experts` names the experts each layer used; None means expert 0 of each (R22).
+    `hidden` float32 [batch, hidden_dim], C-contiguous; `kv_rows` one (K, V) pair a layer, float32
+    [batch, n_kv_heads, head_dim], K after the rotation (R9). `experts` names the experts each layer used; None means
+    expert 0 of each (R22).
     """
 
     hidden: np.ndarray

@@ -44,7 +44,14 @@ class BackendError(FrinkError, RuntimeError):
 
 
 class BackendUnavailable(FrinkError, RuntimeError):
-    """Raised by a backend's factory when it cannot run here; the message is the reason, one line."""
+    """Raised by a backend's factory when it cannot run here; the message is the reason, one line.
+
+    `absent` says that the machine simply lacks the hardware: no warning unless the user named the backend.
+    """
+
+    def __init__(self, reason: str, *, absent: bool = False) -> None:
+        super().__init__(reason)
+        self.absent = absent
 
 
 class ShapeError(FrinkError, ValueError):

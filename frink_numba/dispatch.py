@@ -1,0 +1,221 @@
+"""The walk over the layers: ask, take the longest run of the best backend, go on (R6, R7, R10, R21, B3).
+
+The dispatcher never touches a cache: it answers every layer's K/V rows, and the caller pushes all or none (R10).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from frink_numba.backend import Backend, Decline, Run, Serve, Step
+from frink_numba.errors import BackendError, CacheError, ShapeError
+from frink_numba.layer import Layer
+from frink_numba.log import warn_once
+from frink_numba.plan import Plan, PlanRow, fold
+from frink_numba.registry import HOST, Factory, create_backends, describe, resolve_order
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One run as it happened."""
+
+    backend: str
+    first: int
+    length: int
+
+
+@dataclass(slots=True)
+class StepResult:
+    """A step's outcome over all layers.
+
+    `hidden` float32 [batch, hidden_dim]; `kv_rows` and `experts` one entry a layer; `hidden_states` the hidden batch
+    after each layer of `step.hidden_after`.
+    """
+
+    hidden: np.ndarray
+    kv_rows: list[tuple[np.ndarray, np.ndarray]]
+    experts: list[tuple[int, ...]]
+    hidden_states: dict[int, np.ndarray]
+    served: list[Served]
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """Who serves a layer, and what those asked before said."""
+
+    backend: Backend | None
+    note: str
+    declined: tuple[tuple[str, str], ...]
+
+
+class Dispatcher:
+    """Backends over one model's layers; `backends` as in `resolve_order`, `host` the engine's own factory."""
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        *,
+        host: Factory | None,
+        backends: str | Sequence[str] | None = None,
+    ) -> None:
+        self.layers = layers
+        self.order = resolve_order(backends)
+        self.backends, self.unavailable = create_backends(self.order, layers, host)
+
+    def close(self) -> None:
+        """Close every backend; may be called twice."""
+        for backend in self.backends:
+            try:
+                backend.close()
+            except Exception as error:  # a plugin may raise anything
+                warn_once(f"backend {backend.name} failed to close: {describe(error)}")
+
+    def run(self, step: Step) -> StepResult:
+        """Take `step.hidden` through every layer.
+
+        A backend that fails after admission is reported once, and the next in the order serves its layers (R21);
+        an error of `host` itself is raised. BackendError names the first layer that nobody serves, with every reason.
+        """
+        _check_step(step)
+        assert step.hidden is not None
+        result = StepResult(step.hidden, [], [], {}, [])
+        barred: dict[int, list[tuple[str, str]]] = {}  # layer -> backends that failed there in this step
+        l = 0  # noqa: E741
+        while l < len(self.layers):
+            verdicts = self._longest_run(l, step, barred)
+            backend, length = verdicts[0].backend, len(verdicts)
+            if backend is None:
+                raise BackendError(self._nobody(l, verdicts[0]))
+            for name, reason in dict.fromkeys(pair for verdict in verdicts for pair in verdict.declined):
+                warn_once(f"backend {name} declines: {reason}")
+            run, failure = self._try_run(backend, l, length, step, result.hidden)
+            if run is None:
+                for layer in range(l, l + length):
+                    barred.setdefault(layer, []).append((backend.name, failure))
+                continue
+            result.hidden = run.hidden
+            result.kv_rows += run.kv_rows
+            result.experts += [tuple(used) for used in run.experts] if run.experts is not None else [(0,)] * length
+            result.served.append(Served(backend.name, l, length))
+            l += length  # noqa: E741
+            if l - 1 in step.hidden_after:
+                result.hidden_states[l - 1] = run.hidden
+        return result
+
+    def plan(self, step: Step) -> Plan:
+        """Who would serve which layer of `step`, without running anything (B4); `step.hidden` may be None."""
+        rows = []
+        for l in range(len(self.layers)):  # noqa: E741
+            verdict = self._verdict(l, step, {})
+            name = verdict.backend.name if verdict.backend else None
+            rows.append(PlanRow(l, l, name, verdict.note, verdict.declined))
+        return Plan(step.batch, step.start_pos, fold(rows, step.hidden_after), tuple(self.unavailable))
+
+    def _verdict(self, l: int, step: Step, barred: dict[int, list[tuple[str, str]]]) -> _Verdict:  # noqa: E741
+        """The first backend of the order that serves `l`, and why those before it do not."""
+        declined: list[tuple[str, str]] = list(barred.get(l, ()))
+        failed = {name for name, _ in declined}
+        for backend in self.backends:
+            if backend.name in failed:
+                continue
+            answer = _ask(backend, l, step)
+            if isinstance(answer, Serve):
+                return _Verdict(backend, answer.note, tuple(declined))
+            declined.append((backend.name, answer.reason))
+        return _Verdict(None, "", tuple(declined))
+
+    def _longest_run(self, l: int, step: Step, barred: dict[int, list[tuple[str, str]]]) -> list[_Verdict]:  # noqa: E741
+        """The verdicts of the longest run of layers from `l` that one backend wins (R6).
+
+        It ends after a layer whose hidden state is asked for.
+        """
+        run = [self._verdict(l, step, barred)]
+        for end in range(l + 1, len(self.layers)):
+            if end - 1 in step.hidden_after:
+                break
+            verdict = self._verdict(end, step, barred)
+            if verdict.backend is not run[0].backend:
+                break
+            run.append(verdict)
+        return run
+
+    def _try_run(
+        self,
+        backend: Backend,
+        l: int,  # noqa: E741
+        length: int,
+        step: Step,
+        hidden: np.ndarray,
+    ) -> tuple[Run | None, str]:
+        """The run, checked; or None and why. What a backend gets to see cannot be written to."""
+        shown = hidden.view()
+        shown.flags.writeable = False
+        step = replace(step, hidden=shown)
+        if backend.name == HOST:
+            run = backend.run(l, length, step)
+            _check_run(run, self.layers, l, length, step)
+            return run, ""
+        try:
+            run = backend.run(l, length, step)
+            if run is not None:
+                _check_run(run, self.layers, l, length, step)
+                return run, ""
+            return None, "its run failed"
+        except Exception as error:  # a plugin may raise anything
+            failure = f"its run failed: {describe(error)}"
+            warn_once(f"backend {backend.name}: {failure}; the next in the order takes over")
+            return None, failure
+
+    def _nobody(self, l: int, verdict: _Verdict) -> str:  # noqa: E741
+        reasons = [f"{name}: {reason}" for name, reason in verdict.declined]
+        reasons += [f"{entry.name}: {entry.reason}" for entry in self.unavailable]
+        remedy = "" if self.order.has_host else "; add 'host' to the list"
+        return f"{self.order.source}: no backend serves layer {l} ({'; '.join(reasons)}){remedy}"
+
+
+def _ask(backend: Backend, l: int, step: Step) -> Serve | Decline:  # noqa: E741
+    """`can_serve`, with a plugin's misbehaviour turned into a reason (B2)."""
+    if backend.name == HOST:
+        return backend.can_serve(l, step)
+    try:
+        answer = backend.can_serve(l, step)
+    except Exception as error:  # a plugin may raise anything
+        return Decline(f"can_serve failed: {describe(error)}")
+    if isinstance(answer, Serve | Decline):
+        return answer
+    return Decline(f"can_serve answered {type(answer).__name__} instead of Serve or Decline")
+
+
+def _check_step(step: Step) -> None:
+    if step.hidden is None:
+        raise ShapeError("a step to run needs a hidden batch; without one it can only be planned")
+    if len(step.layers) != len(step.caches):
+        raise CacheError(f"{len(step.layers)} layers, but {len(step.caches)} layer caches")
+    if step.hidden.dtype != np.float32 or not step.hidden.flags.c_contiguous:
+        raise ShapeError(f"the hidden batch must be C-contiguous float32, not {step.hidden.dtype}")
+    width = step.layers[0].hidden_dim if step.layers else step.hidden.shape[-1]
+    if step.hidden.shape != (step.batch, width):
+        raise ShapeError(f"the hidden batch has shape {list(step.hidden.shape)}, not [{step.batch}, {width}]")
+
+
+def _check_run(run: Run | None, layers: Sequence[Layer], l: int, length: int, step: Step) -> None:  # noqa: E741
+    """A run's arrays have the promised shapes; ShapeError says which has not."""
+    if run is None:
+        raise ShapeError("host answered no run")
+    assert step.hidden is not None
+    hidden = run.hidden
+    if hidden.shape != step.hidden.shape or hidden.dtype != np.float32:
+        raise ShapeError(
+            f"it answered a hidden batch of {hidden.dtype} {list(hidden.shape)}, not {list(step.hidden.shape)}"
+        )
+    if len(run.kv_rows) != length or (run.experts is not None and len(run.experts) != length):
+        raise ShapeError(f"it answered K/V rows or experts for {len(run.kv_rows)} layers, not {length}")
+    for layer, (k, v) in enumerate(run.kv_rows, l):
+        cache = step.caches[layer]
+        want_k = (step.batch, cache.n_kv_heads, cache.key_dim)
+        want_v = (step.batch, cache.n_kv_heads, cache.value_dim)
+        if k.shape != want_k or v.shape != want_v:
+            raise ShapeError(f"layer {layer}: K/V rows of {list(k.shape)} and {list(v.shape)}, not {list(want_k)}")
