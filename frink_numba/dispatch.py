@@ -89,8 +89,7 @@ class Dispatcher:
             backend, length = verdicts[0].backend, len(verdicts)
             if backend is None:
                 raise BackendError(self._nobody(l, verdicts[0]))
-            for name, reason in dict.fromkeys(pair for verdict in verdicts for pair in verdict.declined):
-                warn_once(f"backend {name} declines: {reason}")
+            _say_declines(verdicts, barred.get(l, ()))
             run, failure = self._try_run(backend, l, length, step, result.hidden)
             if run is None:
                 for layer in range(l, l + length):
@@ -163,7 +162,7 @@ class Dispatcher:
             if run is not None:
                 _check_run(run, self.layers, l, length, step)
                 return run, ""
-            return None, "its run failed"
+            return None, "its run failed"  # it has said why
         except Exception as error:  # a plugin may raise anything
             failure = f"its run failed: {describe(error)}"
             warn_once(f"backend {backend.name}: {failure}; the next in the order takes over")
@@ -187,6 +186,13 @@ def _ask(backend: Backend, l: int, step: Step) -> Serve | Decline:  # noqa: E741
     if isinstance(answer, Serve | Decline):
         return answer
     return Decline(f"can_serve answered {type(answer).__name__} instead of Serve or Decline")
+
+
+def _say_declines(verdicts: Sequence[_Verdict], said: Sequence[tuple[str, str]]) -> None:
+    """One line for each distinct reason per process (R23); failures in `said` were reported when they happened."""
+    for name, reason in dict.fromkeys(pair for verdict in verdicts for pair in verdict.declined):
+        if (name, reason) not in said:
+            warn_once(f"backend {name} declines: {reason}")
 
 
 def _check_step(step: Step) -> None:
