@@ -66,6 +66,8 @@ _ROWS = (
     ("TQ1_0", 34, 256, 54),
     ("TQ2_0", 35, 256, 66),
     ("MXFP4", 39, 32, 17),
+    ("NVFP4", 40, 64, 36),
+    ("Q1_0", 41, 128, 18),
 )
 
 KINDS: dict[str, QuantKind] = {row[0]: QuantKind(*row) for row in _ROWS}
