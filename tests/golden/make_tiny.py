@@ -1,0 +1,80 @@
+"""Compute the goldens of the tiny models with transformers, in float32: `python -m tests.golden.make_tiny [--check] [NAMES]`.
+
+Needs the `oracle` extra (made with torch 2.13 and transformers 5.24). `--check` writes nothing: it computes the goldens anew
+and fails when a committed one differs by 1e-6 or more. Beside each variant stands its distance to a float64 run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import numpy as np
+import torch
+import transformers
+
+from tests.golden.tiny import FOLDER, VARIANTS, Variant, golden_logits, tokens, weights
+
+
+def build(variant: Variant) -> torch.nn.Module:
+    """The variant as a model of transformers, float32, every parameter set."""
+    v = variant
+    config = getattr(transformers, v.config_class)(
+        hidden_size=v.hidden,
+        intermediate_size=v.ffn,
+        num_hidden_layers=v.layers,
+        num_attention_heads=v.heads,
+        num_key_value_heads=v.kv_heads,
+        head_dim=v.head_dim,
+        vocab_size=v.vocab,
+        rms_norm_eps=v.eps,
+        max_position_embeddings=4096,
+        tie_word_embeddings=v.tied,
+        rope_parameters={**v.rope, "rope_theta": v.theta},
+        attn_implementation="eager",
+        **v.config,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    parameters = {name: torch.from_numpy(value) for name, value in weights(v).items()}
+    if v.tied:
+        parameters["lm_head.weight"] = parameters["model.embed_tokens.weight"]
+    model.load_state_dict(parameters, strict=True)
+    return model
+
+
+def logits(model: torch.nn.Module, ids: np.ndarray) -> np.ndarray:
+    """[len(ids), vocab] in the model's dtype."""
+    with torch.no_grad():
+        return model(torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy()
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    """The largest relative error of a row."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    return float((np.linalg.norm(a - b, axis=1) / np.linalg.norm(b, axis=1)).max())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare with the committed files, write nothing")
+    parser.add_argument("names", nargs="*", help="variants; all by default")
+    arguments = parser.parse_args()
+    FOLDER.mkdir(exist_ok=True)
+    worst = 0.0
+    for name in arguments.names or VARIANTS:
+        variant = VARIANTS[name]
+        model, ids = build(variant), tokens(variant)
+        golden = logits(model, ids)
+        line = f"{name}: float64 differs by {distance(golden, logits(model.double(), ids)):.1e}"
+        if arguments.check:
+            difference = distance(golden_logits(variant), golden)
+            worst = max(worst, difference)
+            line += f", the committed file by {difference:.1e}"
+        else:
+            np.save(variant.golden, golden)
+        print(line)
+    return int(worst >= 1e-6)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
