@@ -1,0 +1,75 @@
+"""What the commands write: JSON and tables on stdout, log lines and progress on stderr."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+Progress = Callable[[str, int, int], None]
+
+
+def write_json(document: Any) -> None:
+    """One JSON document on stdout, in UTF-8 whatever the locale."""
+    text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
+    sys.stdout.flush()
+    sys.stdout.buffer.write(text.encode("utf-8", "replace") + b"\n")
+
+
+def write_text(text: str) -> None:
+    """Text on stdout at once; characters that the terminal's encoding lacks become "?"."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()
+
+
+def write_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()
+) -> None:
+    """A table on stdout, drawn by rich; `right` names the columns that hold figures."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title or None, title_justify="left", show_lines=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    # Piped to a file or a pager, a table is not squeezed into 80 columns.
+    width = None if sys.stdout.isatty() else 160
+    Console(width=width, markup=False, emoji=False, highlight=False).print(table)
+
+
+def log_to_stderr() -> None:
+    """Warnings of the package as `frink-numba: ...` lines on stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("frink-numba: %(message)s"))
+    logger = logging.getLogger("frink_numba")
+    logger.addHandler(handler)
+    logger.propagate = False
+
+
+@contextmanager
+def progress_bar(unit: str = "") -> Iterator[Progress | None]:
+    """A bar on stderr to be called with (stage, done, total); None when stderr is no terminal.
+
+    `unit` "bytes" shows sizes and speed, "" plain counts.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    amount = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def report(stage: str, done: int, total: int) -> None:
+            bar.update(task, description=stage, completed=done, total=total or None)
+
+        yield report

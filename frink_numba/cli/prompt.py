@@ -1,0 +1,29 @@
+"""Where a command's text comes from: the argument, a file, or stdin."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from frink_numba.errors import PromptError
+
+
+def read_text(parser: argparse.ArgumentParser, text: str | None, file: Path | None = None) -> str:
+    """The text of the argument, of `file`, or of stdin for "-" and for nothing.
+
+    Nothing on a terminal is wrong usage: a person would wait for an answer that cannot come. PromptError for a file
+    that cannot be read or is not UTF-8.
+    """
+    try:
+        if file is not None:
+            return file.read_text("utf-8")
+        if text is not None and text != "-":
+            return text
+        if text is None and sys.stdin.isatty():
+            parser.error('no text: give it as an argument, or "-" to type it and end with Ctrl-D')
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{file or 'stdin'} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise PromptError(f"cannot read {file or 'stdin'}: {error.strerror or error}") from None

@@ -1,0 +1,63 @@
+"""give each token's log-probability and the perplexity of a text"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from frink_numba.cli import arguments as common
+from frink_numba.cli import output
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    common.engine(parser)
+    parser.add_argument("text", metavar="TEXT", nargs="?", help='the text; "-" or nothing reads stdin')
+    parser.add_argument("--file", type=Path, metavar="FILE", help="read the text from a UTF-8 file")
+    parser.add_argument("--summary", action="store_true", help="write the totals only, no line per token")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from frink_numba.cli.engine import label, open_engine
+    from frink_numba.cli.prompt import read_text
+
+    if arguments.text is not None and arguments.file is not None:
+        arguments.parser.error("give a text or --file, not both")
+    text = read_text(arguments.parser, arguments.text, arguments.file)
+    with open_engine(arguments) as (model, decoder):
+        from frink_numba.host.score import perplexity, token_log_probabilities
+
+        tokens = model.tokenizer.encode(text)
+        with output.progress_bar() as bar:
+            report = (lambda done, total: bar("score", done, total)) if bar else None
+            scores = token_log_probabilities(decoder, tokens, progress=report)
+        entries = [
+            {"id": token, "text": model.tokenizer.decode([token]), "log_probability": score}
+            for token, score in zip(tokens, [None, *scores.tolist()], strict=True)
+        ]
+        document = {
+            "model": label(model),
+            "scored": len(scores),
+            "log_probability": float(scores.sum()),
+            "perplexity": perplexity(scores),
+            "tokens": entries,
+        }
+    if arguments.summary:
+        del document["tokens"]
+    if arguments.json:
+        output.write_json(document)
+    else:
+        _write(document)
+    return 0
+
+
+def _write(document: dict[str, Any]) -> None:
+    for position, entry in enumerate(document.get("tokens", [])):
+        score = entry["log_probability"]
+        shown = "-" if score is None else f"{score:.4f}"
+        output.write_text(f"{position:6d} {entry['id']:8d} {shown:>10}  {entry['text']!r}\n")
+    sys.stdout.write(
+        f"{document['scored']} tokens scored, log-probability {document['log_probability']:.4f}, "
+        f"perplexity {document['perplexity']:.4f}\n"
+    )
