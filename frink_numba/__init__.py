@@ -8,11 +8,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from frink_numba import finder
+
 if TYPE_CHECKING:
     from frink_numba.host.decoder import Decoder
     from frink_numba.host.load import load
     from frink_numba.host.model import Model
     from frink_numba.registry import register_backend
+
+finder.install()
 
 __version__ = "0.1.0"
 

@@ -109,6 +109,13 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting("FRINK_CUDA_TIER", _tier, "auto", "`auto`", "Kernel tier: `auto`, `simt`, `mma` or `wgmma`."),
         Setting("FRINK_DEBUG", parse_flag, False, "`0`", "The command line shows tracebacks."),
+        Setting(
+            "NUMBA_ENABLE_CUDASIM",
+            parse_flag,
+            False,
+            "`0`",
+            "Numba's own: `cuda` runs in Numba's CUDA simulator, on the CPU and very slowly; for tests.",
+        ),
     )
 }
 
