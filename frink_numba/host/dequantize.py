@@ -37,7 +37,7 @@ def dequantize(
 def dequantize_rows(matrix: QuantMatrix, ids: Sequence[int] | np.ndarray) -> np.ndarray:
     """The rows numbered `ids`, in that order and as often as they occur: float32 [len(ids), cols].
 
-    ShapeError: `ids` is not one-dimensional, or holds anything but row numbers. UnsupportedModelError: see `dequantize`.
+    ShapeError: `ids` is not one-dimensional, or holds anything but row numbers. UnsupportedModelError: as above.
     """
     rows = np.asarray(ids)
     if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
