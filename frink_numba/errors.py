@@ -35,6 +35,10 @@ class PromptError(FrinkError, ValueError):
     """An empty prompt, a token id outside the vocabulary, or a prompt longer than the context."""
 
 
+class Cancelled(FrinkError):
+    """A progress callback asked to stop a prefill; the cache stands behind the last whole chunk."""
+
+
 class CacheError(FrinkError, ValueError):
     """K/V rows whose shape, position or number does not fit the cache."""
 

@@ -1,0 +1,272 @@
+"""Runs a model over tokens: prefill in chunks, decode one by one, generate text (R1, R10, R11)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from frink_numba.backend import Backend, Step
+from frink_numba.dispatch import Dispatcher
+from frink_numba.errors import CacheError, Cancelled, FrinkError, PromptError, SettingError
+from frink_numba.host.backend import HostBackend
+from frink_numba.host.dequantize import dequantize_rows
+from frink_numba.host.integers import checked_integer
+from frink_numba.host.kv_cache import KVCache
+from frink_numba.host.model import Model
+from frink_numba.host.rms_norm import rms_norm
+from frink_numba.host.scratch import Scratch
+from frink_numba.layer import Layer
+from frink_numba.plan import Plan
+
+if TYPE_CHECKING:
+    from frink_numba.host.generate import Generation
+
+CHUNK_SIZE = 512
+
+Progress = Callable[[int, int], object]
+"""Called as progress(tokens done, tokens in all) after each chunk; answering False cancels the rest."""
+
+
+@dataclass(slots=True)
+class Output:
+    """What a prefill or a decode answers.
+
+    `logits` float32: [vocab] of the last token, [n, vocab] of all, or None. `hidden`: for each layer asked for the
+    hidden batch that it hands on, float32 [n, hidden], before the final norm.
+    """
+
+    logits: np.ndarray | None = None
+    hidden: dict[int, np.ndarray] = field(default_factory=dict)
+
+
+class Decoder:
+    """A model and the backends that run it.
+
+    `backends`: names in order, a comma list, or None for FRINK_BACKEND. Several threads may use one decoder, each with
+    a cache of its own: their steps take turns. `close` gives back what the backends hold; so does closing the model.
+    """
+
+    def __init__(self, model: Model, backends: str | Sequence[str] | None = None) -> None:
+        """BackendError or SettingError when `backends` names none, an unknown one, or none that can run here."""
+        model.check_open()
+        self.model = model
+        self._lock = threading.Lock()
+        self._scratch = Scratch()
+        self._dispatcher: Dispatcher | None = Dispatcher(model.layers, host=self._host, backends=backends)
+        self._activations: list[dict[int, int]] = [{} for _ in model.layers]
+        model.add_user(self)
+
+    def new_cache(self, context_length: int | None = None, *, dtype: type = np.float32) -> KVCache:
+        """An empty K/V cache for `context_length` positions (default: the model's), rows of `dtype` float32 or float16.
+
+        SettingError for a length beyond the model's.
+        """
+        layers, own = self._open().layers, self.model.context_length
+        length = own if context_length is None else checked_integer("context_length", context_length, 1, own)
+        return KVCache(layers, length, dtype=dtype)
+
+    def prefill(
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        cache: KVCache,
+        *,
+        logits: Literal["last", "all"] | None = "last",
+        hidden: Collection[int] = (),
+        chunk_size: int = CHUNK_SIZE,
+        progress: Progress | None = None,
+        start: int | None = None,
+    ) -> Output:
+        """Run `tokens` from the cache's end on, and append their K/V rows to it.
+
+        The tokens go through the layers in chunks of `chunk_size`; the answer does not depend on it, but for rounding.
+        `hidden` names layers, from 0, whose outputs to keep. `start`, if given, is the position that the caller
+        believes the cache to be at.
+
+        A chunk is all or nothing: after an error, or when `progress` cancels (Cancelled), the cache stands behind the
+        last whole chunk, `cache.positions` says where, and a prefill of the remaining tokens continues.
+        PromptError for an empty prompt, a token outside the vocabulary, or tokens beyond the context; CacheError for a
+        cache of another model or at another position. Both leave the cache as it was.
+        """
+        ids = self._checked_tokens(tokens)
+        if logits not in ("last", "all", None):
+            raise SettingError(f"logits={logits!r}: expected 'last', 'all' or None")
+        chunk_size = checked_integer("chunk_size", chunk_size, 1)
+        wanted = self._checked_layers(hidden)
+        self._check_cache(cache, len(ids), start)
+        output = self._allocate(len(ids), logits, wanted)
+        for first in range(0, len(ids), chunk_size):
+            last = min(first + chunk_size, len(ids))
+            with self._lock:
+                self._chunk(ids, first, last, cache, wanted, output)
+            if progress is not None and progress(last, len(ids)) is False and last < len(ids):
+                raise Cancelled(f"cancelled after {last} of {len(ids)} tokens; the cache holds {cache.positions}")
+        return output
+
+    def decode(self, token: int, cache: KVCache, *, start: int | None = None) -> Output:
+        """Run one token at the cache's end; `logits` [vocab] tell the token after it. Errors as in `prefill`."""
+        return self.prefill((token,), cache, start=start)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, object]],
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        chat: bool = False,
+        special: bool = False,
+        cache: KVCache | None = None,
+        chunk_size: int = CHUNK_SIZE,
+        progress: Progress | None = None,
+    ) -> Generation:
+        """Continue `prompt`: an iterator of `Piece(token, text)`, with `finish_reason` at its end. See `Generation`.
+
+        `prompt`: a text; token ids; or messages ({"role": ..., "content": ...}), which go through the file's chat
+        template. `chat` makes a text the one message of a user. `special` recognizes control tokens in a text.
+        `max_new_tokens` None: until the model stops or the context is full. `stop`: texts that end the answer and are
+        not part of it. Sampling parameters as in `sampling.Sampling`; the default is greedy. `cache`: continue behind
+        what it holds. Bad arguments are refused here, not at the first token.
+        """
+        from frink_numba.host.generate import Generation, encode_prompt
+        from frink_numba.host.sampling import Sampling
+
+        self._open()
+        return Generation(
+            self,
+            encode_prompt(self.model, prompt, chat=chat, special=special, begins=cache is None or not cache.positions),
+            Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed),
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            cache=cache,
+            chunk_size=chunk_size,
+            progress=progress,
+        )
+
+    def plan(self, batch: int = CHUNK_SIZE, cache: KVCache | None = None) -> Plan:
+        """Which backend would serve which layers of a step of `batch` tokens behind `cache`, and why no other (B4)."""
+        dispatcher = self._open()
+        cache = self.new_cache() if cache is None else cache
+        batch = checked_integer("batch", batch, 1)
+        return dispatcher.plan(Step(dispatcher.layers, cache, cache.positions, batch))
+
+    @property
+    def activations(self) -> list[dict[int, int]]:
+        """For each layer, how many steps used which expert so far (R22); a dense layer has expert 0."""
+        return [dict(counts) for counts in self._activations]
+
+    def close(self) -> None:
+        """Close the backends; may be called twice."""
+        with self._lock:
+            dispatcher, self._dispatcher = self._dispatcher, None
+        if dispatcher is not None:
+            dispatcher.close()
+
+    def __enter__(self) -> Decoder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def check_prompt(self, tokens: Sequence[int] | np.ndarray, cache: KVCache) -> None:
+        """Raise what `prefill` would raise for these arguments, without running anything."""
+        self._check_cache(cache, len(self._checked_tokens(tokens)), None)
+
+    def _host(self, layers: Sequence[Layer]) -> Backend:
+        return HostBackend(layers, self.model.weights)
+
+    def _open(self) -> Dispatcher:
+        self.model.check_open()
+        if self._dispatcher is None:
+            raise FrinkError("the decoder is closed; make another")
+        return self._dispatcher
+
+    def _chunk(
+        self,
+        ids: np.ndarray,
+        first: int,
+        last: int,
+        cache: KVCache,
+        hidden_after: frozenset[int],
+        output: Output,
+    ) -> None:
+        """Run tokens first .. last-1, fill their part of `output`, then push: what fails before leaves no trace."""
+        dispatcher, model = self._open(), self.model
+        batch = dequantize_rows(model.embedding, ids[first:last])
+        step = Step(dispatcher.layers, cache, cache.positions, last - first, batch, hidden_after)
+        result = dispatcher.run(step)
+        for layer in hidden_after:
+            output.hidden[layer][first:last] = result.hidden_states[layer]
+        if output.logits is not None and output.logits.ndim == 2:
+            self._logits(result.hidden, output.logits[first:last])
+        elif output.logits is not None and last == len(ids):
+            self._logits(result.hidden[-1:], output.logits[None])
+        cache.push(result.kv_rows)
+        for counts, experts in zip(self._activations, result.experts, strict=True):
+            for expert in experts:
+                counts[expert] = counts.get(expert, 0) + 1
+
+    def _logits(self, hidden: np.ndarray, out: np.ndarray) -> None:
+        """Final norm and output matrix over `hidden` [n, hidden] into `out` [n, vocab]."""
+        model = self.model
+        normed = np.empty_like(hidden)
+        weight = model.output_norm[:, None]
+        rms_norm(hidden.T, weight, model.hyper.norm_eps, normed.T, self._scratch)
+        model.weights.matmul(normed, model.output, out=out)
+
+    def _allocate(self, count: int, logits: str | None, layers: Collection[int]) -> Output:
+        output = Output()
+        if logits is not None:
+            shape = (self.model.vocab_size,) if logits == "last" else (count, self.model.vocab_size)
+            output.logits = np.empty(shape, np.float32)
+        output.hidden = {layer: np.empty((count, self.model.hyper.hidden), np.float32) for layer in sorted(layers)}
+        return output
+
+    def _checked_tokens(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Token ids int64 [n], n > 0, each inside the vocabulary."""
+        if isinstance(tokens, str | bytes):
+            raise PromptError("the prompt is text; encode it first (model.tokenizer.encode), or call generate")
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise PromptError(f"a prompt is a flat list of token ids, not {ids.dtype} of shape {list(ids.shape)}")
+        if not ids.size:
+            raise PromptError("the prompt is empty: give at least one token")
+        low, high, vocab = int(ids.min()), int(ids.max()), self.model.vocab_size
+        if low < 0 or high >= vocab:
+            wrong = low if low < 0 else high
+            raise PromptError(f"token {wrong} is outside the vocabulary: ids are from 0 to {vocab - 1}")
+        return ids.astype(np.int64, copy=False)
+
+    def _checked_layers(self, layers: Collection[int]) -> frozenset[int]:
+        return frozenset(checked_integer("hidden", layer, 0, len(self._open().layers) - 1) for layer in layers)
+
+    def _check_cache(self, cache: KVCache, count: int, start: int | None) -> None:
+        """The cache is this model's, it is at `start` if that is given, and `count` more tokens fit."""
+        layers = self._open().layers
+        if len(cache) != len(layers):
+            raise CacheError(f"the cache has {len(cache)} layers, the model {len(layers)}: it is another model's")
+        for number, (layer, rows) in enumerate(zip(layers, cache, strict=True)):
+            spec = layer.attention
+            if (rows.n_kv_heads, rows.key_dim, rows.value_dim) != (spec.n_kv_heads, spec.head_dim, spec.head_dim):
+                raise CacheError(
+                    f"layer {number}: the cache holds {rows.n_kv_heads} heads of {rows.key_dim} and {rows.value_dim} "
+                    f"channels, the model has {spec.n_kv_heads} of {spec.head_dim}: it is another model's"
+                )
+        at = cache.positions
+        if start is not None and start != at:
+            raise CacheError(f"the cache is at position {at}, not at {start}; truncate it or prefill the difference")
+        if at + count > cache.context_length:
+            raise PromptError(
+                f"{count} tokens do not fit behind the cache's {at}: the context is {cache.context_length} tokens"
+            )

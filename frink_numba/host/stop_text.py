@@ -1,0 +1,50 @@
+"""Streamed text that ends at a stop string, which is never shown, not even the start of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from frink_numba.errors import SettingError
+
+
+class StopText:
+    """Passes text on, but holds back what may be the start of one of the stop strings.
+
+    `found` is the stop string that ended the text, the one that begins first; None before that.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
+            raise SettingError(f"stop={stops!r}: expected a list of strings, none of them empty")
+        self.stops = tuple(stops)
+        self.found: str | None = None
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """The part of all text so far that can be shown now and was not before."""
+        self._held += text
+        places = [(place, stop) for stop in self.stops if (place := self._held.find(stop)) >= 0]
+        if places:
+            place, self.found = min(places)
+            shown, self._held = self._held[:place], ""
+            return shown
+        return self._release(self._held_back())
+
+    def flush(self) -> str:
+        """The text that is still held back, when nothing follows any more."""
+        return self._release(0)
+
+    def _release(self, keep: int) -> str:
+        at = len(self._held) - keep
+        shown, self._held = self._held[:at], self._held[at:]
+        return shown
+
+    def _held_back(self) -> int:
+        """How many of the last characters may be the start of a stop string."""
+        longest = 0
+        for stop in self.stops:
+            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
+                if self._held.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest
