@@ -16,8 +16,8 @@ plain Python decides what is unrolled, and values are `Register`s with the usual
 
 `shared_address(array)` and `global_address(array)` turn arrays into addresses.
 
-Types: u16, u32, u64, f32, and "T x n" tuples such as "u32x4". In the CUDA simulator an op is its `simulator` body, a plain
-Python function; without one it says so when called.
+Types: u16, u32, u64, f32, and tuples of them such as "u32x4". In the CUDA simulator an op is its `simulator` body, a
+plain Python function; without one it says so when called.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Emitter:
     ) -> Any:
         """Emit PTX; returns a Register, a list of them (a tuple type), or None.
 
-        `$0..` are the results, then `arguments`; `tied` are further inputs that enter in the results' own registers, in order.
+        `$0..` are the results, then `arguments`; `tied` are further inputs that enter in the results' own registers.
         """
         base, count = _split(result) if result else ("", 0)
         outputs = max(count, 1) if result else 0

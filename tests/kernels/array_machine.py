@@ -1,0 +1,62 @@
+"""The fragment code's machine, in NumPy: registers are uint32 arrays, one element a thread (see gemm_kinds.py)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class ArrayMachine:
+    """Runs one slab's 128 threads at once over `memory`, the bytes of shared memory."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self.memory = memory
+
+    def u32(self, value: int) -> np.ndarray:
+        return np.full(128, value, np.uint32)
+
+    def _load(self, address: np.ndarray, size: int) -> np.ndarray:
+        assert (address % size == 0).all(), "misaligned load"
+        return self.memory[address[:, None] + np.arange(size)]
+
+    def load16(self, address: np.ndarray) -> np.ndarray:
+        return self._load(address, 2).view(np.uint16)[:, 0].astype(np.uint32)
+
+    def load32(self, address: np.ndarray) -> np.ndarray:
+        return self._load(address, 4).view(np.uint32)[:, 0].copy()
+
+    def load64(self, address: np.ndarray) -> list[np.ndarray]:
+        return list(self._load(address, 8).view(np.uint32).T.copy())
+
+    def load128(self, address: np.ndarray) -> list[np.ndarray]:
+        return list(self._load(address, 16).view(np.uint32).T.copy())
+
+    def permute(self, a: np.ndarray, b: np.ndarray, selector: int) -> np.ndarray:
+        return self.permute_by(a, b, self.u32(selector))
+
+    def permute_by(self, a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
+        both = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
+        out = np.zeros(128, np.uint64)
+        for i in range(4):
+            nibble = (selector >> np.uint32(4 * i)).astype(np.uint64) & np.uint64(15)
+            assert (nibble < 8).all(), "sign replication is not meant anywhere"
+            out |= ((both >> (nibble * np.uint64(8))) & np.uint64(255)) << np.uint64(8 * i)
+        return out.astype(np.uint32)
+
+    def funnel(self, low: np.ndarray, high: np.ndarray, shift: int) -> np.ndarray:
+        both = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
+        return ((both >> np.uint64(shift)) & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+
+    def _halves(self, register: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(register).view(np.float16).astype(np.float64)
+
+    def _register(self, halves: np.ndarray) -> np.ndarray:
+        return halves.astype(np.float16).view(np.uint32)
+
+    def fma2(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        return self._register(self._halves(a) * self._halves(b) + self._halves(c))
+
+    def mul2(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return self._register(self._halves(a) * self._halves(b))
+
+    def sub2(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return self._register(self._halves(a) - self._halves(b))
