@@ -1,0 +1,172 @@
+"""Register tiles: a thread's block of a matrix product, held as one tuple of float32 that never leaves the registers.
+
+The generators emit straight-line code, so that every index is a constant: an indexed array would live in local memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.cuda import types
+
+from frink_numba.kernels.extension import (
+    as_tuple,
+    data_pointer,
+    device_intrinsic,
+    elements,
+    f32,
+    fused_multiply_add,
+    i32,
+    i64,
+    in_simulator,
+)
+
+_QUAD = 4
+_vec4 = ir.VectorType(f32, _QUAD)
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterTile:
+    """The outputs of one thread: `rows` x `cols`, in quads of four neighbours.
+
+    Quad q of the rows starts `q * row_step` after the thread's first row, and likewise for the columns: quads of one
+    thread lie apart so that the quads of neighbouring threads lie together, and shared memory serves them at once.
+    """
+
+    rows: int
+    cols: int
+    row_step: int
+    col_step: int
+
+    @property
+    def row_offsets(self) -> list[int]:
+        """Offset of each row from the thread's first."""
+        return [q * self.row_step + i for q in range(self.rows // _QUAD) for i in range(_QUAD)]
+
+    @property
+    def col_offsets(self) -> list[int]:
+        """Offset of each column from the thread's first."""
+        return [q * self.col_step + i for q in range(self.cols // _QUAD) for i in range(_QUAD)]
+
+    @property
+    def numba_type(self) -> Any:
+        """The tuple that holds it, row by row."""
+        return types.UniTuple(types.float32, self.rows * self.cols)
+
+
+def _load_quads(builder: Any, pointer: Any, quads: int, step: int, offset: int) -> list[Any]:
+    """`quads` vectors of four floats, `step` apart, from `pointer + offset` on: 16-byte aligned loads."""
+    values = []
+    for q in range(quads):
+        place = builder.gep(pointer, [i64(offset + q * step)])
+        vector = builder.load(builder.bitcast(place, _vec4.as_pointer(pointer.type.addrspace)), align=16)
+        values += [builder.extract_element(vector, i32(i)) for i in range(_QUAD)]
+    return values
+
+
+def make_zeros(tile: RegisterTile) -> Any:
+    """A function () -> the tile filled with zeros."""
+
+    def simulated() -> np.ndarray:
+        return np.zeros((tile.rows, tile.cols), np.float32)
+
+    @device_intrinsic(simulated)
+    def zeros(typing_context: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return as_tuple(builder, [f32(0.0)] * (tile.rows * tile.cols))
+
+        return tile.numba_type(), generate
+
+    return zeros
+
+
+def make_accumulate(tile: RegisterTile, depth: int, row_stride: int, col_stride: int) -> Any:
+    """A function (acc, a, b, a_start, b_start) -> acc + A^T B over `depth` steps, in the order of the steps.
+
+    `a` is a shared array: row r of step k stands at `a_start + k * row_stride + r`; `b` likewise with `col_stride`.
+    """
+    row_offsets, col_offsets = np.array(tile.row_offsets), np.array(tile.col_offsets)
+
+    def simulated(acc: np.ndarray, a: Any, b: Any, a_start: int, b_start: int) -> np.ndarray:
+        steps = np.arange(depth)[:, None]
+        left = a[a_start + steps * row_stride + row_offsets]
+        return acc + left.T @ b[b_start + steps * col_stride + col_offsets]
+
+    @device_intrinsic(simulated)
+    def accumulate(typing_context: Any, acc: Any, a: Any, b: Any, a_start: Any, b_start: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            sums = elements(builder, args[0])
+            a_pointer = builder.gep(data_pointer(context, builder, signature.args[1], args[1]), [args[3]])
+            b_pointer = builder.gep(data_pointer(context, builder, signature.args[2], args[2]), [args[4]])
+            for k in range(depth):
+                left = _load_quads(builder, a_pointer, tile.rows // _QUAD, tile.row_step, k * row_stride)
+                right = _load_quads(builder, b_pointer, tile.cols // _QUAD, tile.col_step, k * col_stride)
+                for i in range(tile.rows):
+                    for j in range(tile.cols):
+                        at = i * tile.cols + j
+                        sums[at] = fused_multiply_add(builder, left[i], right[j], sums[at])
+            return as_tuple(builder, sums)
+
+        return tile.numba_type(tile.numba_type, a, b, types.int64, types.int64), generate
+
+    return accumulate
+
+
+def make_store(tile: RegisterTile) -> Any:
+    """A function (out, acc, row, col, rows, cols): the tile goes to `out` [rows, cols] from (row, col) on.
+
+    What lies outside is not stored. Quads are stored whole where `cols` is a multiple of 4, else element by element.
+    """
+
+    def simulated(out: Any, acc: np.ndarray, row: int, col: int, rows: int, cols: int) -> None:
+        target = in_simulator(out)
+        for i, r in enumerate(tile.row_offsets):
+            for j, c in enumerate(tile.col_offsets):
+                if row + r < rows and col + c < cols:
+                    target[row + r, col + c] = acc[i, j]
+
+    @device_intrinsic(simulated)
+    def store(typing_context: Any, out: Any, acc: Any, row: Any, col: Any, rows: Any, cols: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            base = data_pointer(context, builder, signature.args[0], args[0])
+            sums = elements(builder, args[1])
+            row, col, rows, cols = args[2:]
+            whole_quads = builder.icmp_unsigned("==", builder.and_(cols, i64(_QUAD - 1)), i64(0))
+
+            def each_quad(store_quad: Any) -> None:
+                for i, r in enumerate(tile.row_offsets):
+                    at_row = builder.add(row, i64(r))
+                    with builder.if_then(builder.icmp_signed("<", at_row, rows)):
+                        start = builder.add(builder.mul(at_row, cols), col)
+                        for j in range(0, tile.cols, _QUAD):
+                            offset = tile.col_offsets[j]
+                            values = sums[i * tile.cols + j : i * tile.cols + j + _QUAD]
+                            place = builder.gep(base, [builder.add(start, i64(offset))])
+                            store_quad(place, builder.add(col, i64(offset)), values)
+
+            def as_vector(place: Any, at_col: Any, values: Any) -> None:
+                with builder.if_then(builder.icmp_signed("<", at_col, cols)):
+                    vector: Any = ir.Constant(_vec4, ir.Undefined)
+                    for k, value in enumerate(values):
+                        vector = builder.insert_element(vector, value, i32(k))
+                    pointer = builder.bitcast(place, _vec4.as_pointer(place.type.addrspace))
+                    builder.store(vector, pointer, align=16)
+
+            def one_by_one(place: Any, at_col: Any, values: Any) -> None:
+                for k, value in enumerate(values):
+                    with builder.if_then(builder.icmp_signed("<", builder.add(at_col, i64(k)), cols)):
+                        builder.store(value, builder.gep(place, [i64(k)]))
+
+            with builder.if_else(whole_quads) as (then, otherwise):
+                with then:
+                    each_quad(as_vector)
+                with otherwise:
+                    each_quad(one_by_one)
+            return context.get_dummy_value()
+
+        return types.void(out, tile.numba_type, *[types.int64] * 4), generate
+
+    return store
