@@ -69,7 +69,7 @@ def write_gguf(
         if isinstance(tensor, QuantMatrix):
             writer.add_tensor(name, tensor.data, raw_dtype=GGMLQuantizationType(tensor.kind.ggml_id))
         else:
-            writer.add_tensor(name, np.ascontiguousarray(tensor))
+            writer.add_tensor(name, np.asarray(tensor, order="C"))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     files = writer.format_shard_names(path)

@@ -44,18 +44,22 @@ class Metadata(Mapping[str, Any]):
 
     Numbers are int, float or bool; arrays of numbers are read-only NumPy arrays of the stored type; strings are str and
     arrays of strings list[str]. A string that is not valid UTF-8 is decoded with U+FFFD in place of the bad bytes, so
-    that it can always be shown and encoded; `raw` gives the exact bytes, which a tokenizer needs. Each value is decoded
-    once, at its first access, and kept: do not change a list that was handed out. After the file was closed only values
-    that were already decoded can be read; others raise GgufError.
+    that it can always be shown and encoded; `raw` gives the exact bytes, which a tokenizer needs. Strings and arrays
+    are decoded once, at the first access, and kept: do not change a list that was handed out. After the file was closed
+    only numbers and what was already decoded can be read; the rest raises GgufError.
     """
 
     def __init__(self, values: Mapping[str, StoredValue]) -> None:
         self._values = dict(values)
-        self._decoded: dict[str, Any] = {}
+        self._decoded: dict[str, Any] = {
+            key: _decode(value)
+            for key, value in values.items()
+            if value.item is None and value.type is not ValueType.STRING
+        }
 
     def __getitem__(self, key: str) -> Any:
         if key not in self._decoded:
-            self._decoded[key] = _decode(key, self._values[key])
+            self._decoded[key] = _decode(self._values[key])
         return self._decoded[key]
 
     def __iter__(self) -> Iterator[str]:
@@ -88,7 +92,7 @@ class Metadata(Mapping[str, Any]):
         return self._values[key].count
 
 
-def _decode(key: str, value: StoredValue) -> Any:
+def _decode(value: StoredValue) -> Any:
     if value.type is ValueType.STRING:
         return value.read(value.start + 8, value.stop).tobytes().decode("utf-8", "replace")
     if value.starts is not None:
