@@ -31,6 +31,10 @@ class TokenizerError(FrinkError, ValueError):
     """Text or token ids that the tokenizer cannot take."""
 
 
+class ChatTemplateError(FrinkError, ValueError):
+    """A chat template that is missing, broken or out of bounds, or messages that it refuses."""
+
+
 class PromptError(FrinkError, ValueError):
     """An empty prompt, a token id outside the vocabulary, or a prompt longer than the context."""
 
