@@ -49,7 +49,8 @@ def open_parts(path: Path) -> list[GgufPart]:
                 f"{path}: of the {count} parts of this split model these are missing: {shown_names}"
             )
         parts.pop().close()
-        parts += [read_part(p, i) for i, p in enumerate(paths)]
+        for number, part_path in enumerate(paths):
+            parts.append(read_part(part_path, number))  # one by one, so that an error finds all that are open
         _check(parts)
     except BaseException:
         for part in parts:
