@@ -1,0 +1,157 @@
+"""The `host` backend: every layer, on any machine, in NumPy (design, section 1)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from frink_numba.backend import Decline, LayerCache, Run, Serve, Step
+from frink_numba.errors import ShapeError
+from frink_numba.host.body import run_block
+from frink_numba.host.classify import decline_reason
+from frink_numba.host.kv_cache import LayerKV
+from frink_numba.host.prepare import PreparedLayer, prepare
+from frink_numba.host.rope import RopeKey, RopeTable, rope_table
+from frink_numba.host.scratch import Scratch
+from frink_numba.host.weights import WeightStore
+from frink_numba.layer import Layer
+
+_BLOCK = 512  # tokens that go through a layer at once: bounds the work arrays, whatever the batch
+_SCRATCH_BYTES = 256 << 20  # larger work arrays are not kept between runs
+
+
+class HostBackend:
+    """Serves runs of layers; several threads may run at once, each on caches of its own."""
+
+    name = "host"
+
+    def __init__(self, layers: Sequence[Layer], store: WeightStore | None = None) -> None:
+        """`store` keeps the float32 weights and stays its owner's to close; without one the backend makes its own."""
+        self._owns_store = store is None
+        self._store = WeightStore() if store is None else store
+        self._declines = [decline_reason(layer) for layer in layers]
+        self._layers = [
+            None if reason else prepare(layer, number)
+            for number, (layer, reason) in enumerate(zip(layers, self._declines, strict=True))
+        ]
+        self._idle: list[Scratch] = []
+        self._lock = threading.Lock()
+
+    def can_serve(self, l: int, step: Step) -> Serve | Decline:  # noqa: E741
+        """Serve, or the reason that the layer, the batch or its cache gives."""
+        layer = self._layers[l]
+        if layer is None:
+            return Decline(self._declines[l] or "")
+        if step.batch < 1:
+            return Decline("an empty batch")
+        reason = _cache_reason(step.caches[l], layer, step.start_pos)
+        return Serve() if reason is None else Decline(reason)
+
+    def run(self, l: int, length: int, step: Step) -> Run:  # noqa: E741
+        """Run layers l .. l+length-1.
+
+        The K/V rows lie behind the last row of a `LayerKV` of float32 and are overwritten by the next run on it: push
+        or copy them before. CacheError, ShapeError and MemoryError leave the step and the counts of its caches as they
+        were.
+        """
+        layers = self._checked(l, length, step)
+        scratch = self._take_scratch()
+        try:
+            # Infinities and NaNs travel to the output, where they show; exp(-x) may overflow on its way to 1/(1+inf).
+            with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+                return _run(layers, l, step, self._store, scratch)
+        finally:
+            self._give_scratch(scratch)
+
+    def close(self) -> None:
+        """Let go of work arrays, and of the weights when the store is the backend's own."""
+        with self._lock:
+            self._idle.clear()
+        if self._owns_store:
+            self._store.close()
+
+    def _checked(self, l: int, length: int, step: Step) -> list[PreparedLayer]:  # noqa: E741
+        for layer in range(l, l + length):
+            answer = self.can_serve(layer, step)
+            if isinstance(answer, Decline):
+                raise ShapeError(f"the host cannot run layer {layer}: {answer.reason}")
+        layers = [layer for layer in self._layers[l : l + length] if layer is not None]
+        hidden = step.hidden
+        want = (step.batch, layers[0].hidden)
+        if hidden is None or hidden.shape != want or hidden.dtype != np.float32:
+            got = "none" if hidden is None else f"{hidden.dtype} {list(hidden.shape)}"
+            raise ShapeError(f"layer {l} needs a hidden batch float32 {list(want)}, got {got}")
+        for number, layer in enumerate(layers, l):
+            if layer.hidden != want[1]:
+                raise ShapeError(f"layer {number} is {layer.hidden} wide, layer {l} {want[1]}")
+        return layers
+
+    def _take_scratch(self) -> Scratch:
+        with self._lock:
+            return self._idle.pop() if self._idle else Scratch()
+
+    def _give_scratch(self, scratch: Scratch) -> None:
+        if scratch.nbytes <= _SCRATCH_BYTES:
+            with self._lock:
+                self._idle.append(scratch)
+
+
+def _cache_reason(cache: LayerCache, layer: PreparedLayer, start: int) -> str | None:
+    """Why `cache` does not fit (R12, R13); rows that no query of the step can see may be missing."""
+    want = (layer.n_kv_heads, layer.head_dim, layer.head_dim)
+    if (cache.n_kv_heads, cache.key_dim, cache.value_dim) != want:
+        return (
+            f"the cache has {cache.n_kv_heads} heads of {cache.key_dim} and {cache.value_dim}, the layer {want[0]} of "
+            f"{want[1]}"
+        )
+    if cache.positions != start:
+        return f"the cache holds {cache.positions} positions, the step starts at {start}"
+    evicted = cache.positions - cache.rows
+    window = layer.visibility.window
+    if evicted and (not window or evicted > start - window + 1):
+        return f"the cache lacks {evicted} evicted rows that the step sees"
+    return None
+
+
+def _run(layers: Sequence[PreparedLayer], l: int, step: Step, store: WeightStore, scratch: Scratch) -> Run:  # noqa: E741
+    assert step.hidden is not None
+    batch, start = step.batch, step.start_pos
+    edges = [(a, min(a + _BLOCK, batch)) for a in range(0, batch, _BLOCK)]
+    columns = [np.array(step.hidden[a:b].T, order="C") for a, b in edges]
+    tables: dict[tuple[RopeKey, int], RopeTable] = {}
+    kv_rows = []
+    for number, layer in enumerate(layers, l):
+        cache = step.caches[number]
+        before = cache.rows
+        keys, values = _rows_with_tail(cache, batch)
+        for (a, b), x in zip(edges, columns, strict=True):
+            table = None
+            if layer.rope is not None and layer.rope_key is not None:
+                table = tables.get((layer.rope_key, a))
+                if table is None:
+                    table = tables[layer.rope_key, a] = rope_table(layer.rope, start + a, b - a)
+            seen = before + b
+            run_block(layer, x, keys[:seen], values[:seen], start - before, start + a, table, store, scratch)
+        kv_rows.append((_as_float32(keys[before:]), _as_float32(values[before:])))
+    hidden = np.empty((batch, layers[-1].hidden), np.float32)
+    for (a, b), x in zip(edges, columns, strict=True):
+        hidden[a:b] = x.T
+    return Run(hidden, kv_rows)
+
+
+def _rows_with_tail(cache: LayerCache, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """K and V [rows + n, heads, width]: the cache's own memory where it offers a tail, else a copy with room for one."""
+    if isinstance(cache, LayerKV):
+        return cache.with_tail(n)
+    longer = []
+    for prefix in cache.prefix():
+        rows = np.empty((prefix.shape[0] + n, *prefix.shape[1:]), prefix.dtype)
+        rows[: prefix.shape[0]] = prefix
+        longer.append(rows)
+    return longer[0], longer[1]
+
+
+def _as_float32(rows: np.ndarray) -> np.ndarray:
+    return rows if rows.dtype == np.float32 else rows.astype(np.float32)

@@ -1,0 +1,254 @@
+"""The host's K/V rows of every layer: authoritative, in the order of positions, changed all layers or none (R9 to R13)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from frink_numba.errors import CacheError
+from frink_numba.layer import Layer
+
+_DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
+_FIRST_CAPACITY = 64  # rows of a layer's first buffer; it doubles from there
+
+
+class LayerKV:
+    """One layer's rows, K [rows, n_kv_heads, key_dim] and V [rows, n_kv_heads, value_dim]; a `LayerCache`.
+
+    The number of positions lives in the KVCache, so that one assignment there moves every layer at once.
+    """
+
+    def __init__(self, owner: KVCache, index: int, layer: Layer) -> None:
+        attention = layer.attention
+        self.index = index
+        self.n_kv_heads = attention.n_kv_heads
+        self.key_dim = attention.head_dim
+        self.value_dim = attention.head_dim
+        self.window = attention.window
+        self._owner = owner
+        self._evicted = 0
+        self._evictions = 0
+        self._k, self._v = self._allocate(0)
+
+    @property
+    def positions(self) -> int:
+        """Positions seen so far, evicted ones included."""
+        return self._owner.positions
+
+    @property
+    def rows(self) -> int:
+        """Rows kept: `positions` less the evicted ones."""
+        return self._owner.positions - self._evicted
+
+    @property
+    def version(self) -> int:
+        """Changes whenever rows change otherwise than by new ones behind the last: a mirror must be made anew."""
+        return self._owner.truncations + self._evictions
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers, spare capacity included."""
+        return int(self._k.nbytes + self._v.nbytes)
+
+    def prefix(self) -> tuple[np.ndarray, np.ndarray]:
+        """Read-only views of K and V, valid until the cache changes."""
+        k, v = self._k[: self.rows], self._v[: self.rows]
+        k.flags.writeable = False
+        v.flags.writeable = False
+        return k, v
+
+    def tail(self, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """Writable views of the `n` rows after the last. They do not count until a push; the next tail reuses them."""
+        k, v = self.with_tail(n)
+        return k[self.rows :], v[self.rows :]
+
+    def with_tail(self, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """Writable views of K and V with `n` more rows than there are: the prefix, which is not to be written, and the tail.
+
+        CacheError when the positions would pass the context length.
+        """
+        rows = self.rows + n
+        if rows > self._k.shape[0] or self.positions + n > self._owner.context_length:
+            self.reserve(n)
+        return self._k[:rows], self._v[:rows]
+
+    def reserve(self, n: int) -> None:
+        """Room for `n` more rows: capacity doubles, up to the context length. Rows and counts stay as they are."""
+        self._owner.check_room(n)
+        need = self.rows + n
+        if need <= self._k.shape[0]:
+            return
+        capacity = max(need, min(2 * self._k.shape[0], self._owner.context_length), _FIRST_CAPACITY)
+        k, v = self._allocate(min(capacity, self._owner.context_length))
+        k[: self.rows] = self._k[: self.rows]
+        v[: self.rows] = self._v[: self.rows]
+        self._k, self._v = k, v
+
+    def check_rows(self, k: np.ndarray, v: np.ndarray, n: int) -> None:
+        """CacheError, naming the layer and the shapes, unless K and V are `n` rows of this layer's widths."""
+        want_k, want_v = (n, self.n_kv_heads, self.key_dim), (n, self.n_kv_heads, self.value_dim)
+        if k.shape != want_k or v.shape != want_v:
+            raise CacheError(
+                f"layer {self.index}: K rows {list(k.shape)} and V rows {list(v.shape)} do not fit a cache of "
+                f"{list(want_k)} and {list(want_v)}"
+            )
+        for rows in (k, v):
+            if rows.dtype not in _DTYPES:
+                raise CacheError(f"layer {self.index}: K/V rows must be float32 or float16, not {rows.dtype}")
+
+    def write_tail(self, k: np.ndarray, v: np.ndarray) -> None:
+        """Copy rows [n, heads, width] behind the last ones, uncounted. CacheError when float16 cannot hold a value."""
+        tail_k, tail_v = self.tail(k.shape[0])
+        store_rows(k, tail_k, self.index)
+        store_rows(v, tail_v, self.index)
+
+    def evictable(self) -> int:
+        """Rows that no query from `positions` on can see."""
+        if not self.window:
+            return 0
+        return max(0, self.positions - self.window + 1 - self._evicted)
+
+    def without(self, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """Buffers that hold all rows but the first `n`."""
+        kept = self.rows - n
+        k, v = self._allocate(kept)
+        k[:kept] = self._k[n : self.rows]
+        v[:kept] = self._v[n : self.rows]
+        return k, v
+
+    def adopt(self, buffers: tuple[np.ndarray, np.ndarray], evicted: int) -> None:
+        """Take `buffers`, which lack `evicted` rows of those held."""
+        self._k, self._v = buffers
+        self._evicted += evicted
+        self._evictions += 1
+
+    def check_truncate(self, n: int) -> None:
+        """CacheError when a query at position `n` would miss a row that was evicted."""
+        if n and self._evicted > max(0, n - self.window + 1):
+            raise CacheError(
+                f"layer {self.index}: cannot truncate to {n} positions, since the first {self._evicted} rows were "
+                f"evicted and its window of {self.window} reaches back before them; truncate to 0 and start over"
+            )
+
+    def forget_evictions(self) -> None:
+        """After a truncation to nothing."""
+        self._evicted = 0
+
+    def _allocate(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        dtype = self._owner.dtype
+        k = np.empty((rows, self.n_kv_heads, self.key_dim), dtype)
+        v = np.empty((rows, self.n_kv_heads, self.value_dim), dtype)
+        return k, v
+
+
+class KVCache(Sequence[LayerKV]):
+    """The caches of a model's layers, which always hold the same positions. One thread at a time may use it."""
+
+    def __init__(self, layers: Sequence[Layer], context_length: int, *, dtype: DTypeLike = np.float32) -> None:
+        """Store rows as `dtype`, float32 or float16, for at most `context_length` positions."""
+        self.dtype = np.dtype(dtype)
+        if self.dtype not in _DTYPES:
+            raise CacheError(f"a KV cache stores float32 or float16, not {self.dtype}")
+        if context_length < 1:
+            raise CacheError(f"a KV cache needs a context of at least 1 position, not {context_length}")
+        self.context_length = context_length
+        self.positions = 0
+        self.truncations = 0
+        self._layers = tuple(LayerKV(self, index, layer) for index, layer in enumerate(layers))
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    @overload
+    def __getitem__(self, index: int) -> LayerKV: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[LayerKV, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> LayerKV | tuple[LayerKV, ...]:
+        return self._layers[index]
+
+    def __iter__(self) -> Iterator[LayerKV]:
+        return iter(self._layers)
+
+    def __repr__(self) -> str:
+        return f"<KVCache of {len(self)} layers, {self.positions} of {self.context_length} positions, {self.dtype}>"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, spare capacity included."""
+        return sum(layer.nbytes for layer in self._layers)
+
+    def check_room(self, n: int) -> None:
+        """CacheError unless `n` more positions fit into the context."""
+        if n < 0:
+            raise CacheError(f"cannot add {n} positions")
+        if self.positions + n > self.context_length:
+            raise CacheError(
+                f"{n} positions after {self.positions} exceed the context of {self.context_length}; truncate the "
+                "cache, or load the model with a longer context"
+            )
+
+    def push(self, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Append one (K, V) pair a layer: [n, n_kv_heads, width] each, float32 or float16, the same n everywhere.
+
+        All layers or none (R10): CacheError or MemoryError leave the cache as it was.
+        """
+        if len(rows) != len(self._layers):
+            raise CacheError(f"rows of {len(rows)} layers do not fit a cache of {len(self._layers)}")
+        if not rows:
+            return
+        n = rows[0][0].shape[0]
+        self.check_room(n)
+        for layer, (k, v) in zip(self._layers, rows, strict=True):
+            layer.check_rows(k, v, n)
+        for layer in self._layers:
+            layer.reserve(n)
+        for layer, (k, v) in zip(self._layers, rows, strict=True):
+            layer.write_tail(k, v)
+        self.positions += n  # until here nothing that was written counts
+
+    def truncate(self, n: int) -> None:
+        """Forget all positions from `n` on; CacheError when evicted rows would be missed. Buffers are kept."""
+        if not 0 <= n <= self.positions:
+            raise CacheError(f"cannot truncate a cache of {self.positions} positions to {n}")
+        if n == self.positions:
+            return
+        for layer in self._layers:
+            layer.check_truncate(n)
+        self.truncations += 1
+        self.positions = n
+        if n == 0:
+            for layer in self._layers:
+                layer.forget_evictions()
+
+    def evict(self) -> int:
+        """Free the rows that no later query can see, in the layers with a sliding window; the number of rows freed.
+
+        K rows hold their absolute rotation, so those that stay need no change however often this is called. CacheError
+        when no layer has a window: every row stays visible then, and dropping one would change the answer.
+        """
+        if not any(layer.window for layer in self._layers):
+            raise CacheError("no layer has a sliding window, so no row can be evicted without changing the answer")
+        dropped = [(layer, n) for layer in self._layers if (n := layer.evictable())]
+        buffers = [layer.without(n) for layer, n in dropped]
+        for (layer, n), kept in zip(dropped, buffers, strict=True):
+            layer.adopt(kept, n)
+        return sum(n for _, n in dropped)
+
+
+def store_rows(rows: np.ndarray, out: np.ndarray, layer: int) -> None:
+    """Copy K or V rows to `out`, float32 or float16; CacheError when float16 cannot hold a value."""
+    if rows.dtype == out.dtype:
+        out[...] = rows
+        return
+    with np.errstate(over="raise"):
+        try:
+            out[...] = rows
+        except FloatingPointError:
+            raise CacheError(
+                f"layer {layer}: K/V rows reach {float(np.max(np.abs(rows))):g}, beyond float16; use a float32 cache"
+            ) from None

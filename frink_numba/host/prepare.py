@@ -1,0 +1,117 @@
+"""A layer made ready for the body, once per model: vectors as columns, biases of fused sets stacked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from frink_numba.host.attention import Visibility
+from frink_numba.host.rope import RopeKey, rope_key
+from frink_numba.host.weights import Matrices
+from frink_numba.layer import Activation, AttentionSpec, Expert, Layer, Rope
+from frink_numba.quant import QuantMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedLayer:
+    """What `body.run_block` reads. Vectors are float32 columns [channels, 1]; weights stay quantized."""
+
+    number: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    hidden: int
+    ffn: int
+    eps: float
+    post_eps: float
+    attn_norm: np.ndarray
+    ffn_norm: np.ndarray
+    post_attn_norm: np.ndarray | None
+    post_ffn_norm: np.ndarray | None
+    qkv: Matrices
+    qkv_bias: np.ndarray | None
+    q_norm: np.ndarray | None  # [heads, head_dim, 1] or [1, head_dim, 1] per head, [heads*head_dim, 1] whole
+    k_norm: np.ndarray | None
+    norm_after_rope: bool
+    rope: Rope | None
+    rope_key: RopeKey | None
+    visibility: Visibility
+    output_gate: QuantMatrix | None
+    value_norm: np.ndarray | None
+    o: QuantMatrix
+    o_scale: np.ndarray | None
+    o_bias: np.ndarray | None
+    activation: Activation
+    gate_up: Matrices
+    gate_up_bias: np.ndarray | None
+    down: QuantMatrix
+    down_scale: np.ndarray | None
+    down_bias: np.ndarray | None
+
+
+def prepare(layer: Layer, number: int) -> PreparedLayer:
+    """`layer` is the model's layer `number` (for messages), one that `classify.decline_reason` has nothing against."""
+    spec: AttentionSpec = layer.attention
+    expert: Expert = layer.ffn.experts[0]
+    scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+    return PreparedLayer(
+        number=number,
+        n_heads=spec.n_heads,
+        n_kv_heads=spec.n_kv_heads,
+        head_dim=spec.head_dim,
+        hidden=layer.hidden_dim,
+        ffn=expert.gate.rows,
+        eps=layer.norm_eps,
+        post_eps=layer.norm_eps if layer.post_norm_eps is None else layer.post_norm_eps,
+        attn_norm=_needed_column(layer.attn_norm),
+        ffn_norm=_needed_column(layer.ffn_norm),
+        post_attn_norm=_column(layer.post_attn_norm),
+        post_ffn_norm=_column(layer.post_ffn_norm),
+        qkv=(spec.q, spec.k, spec.v),
+        qkv_bias=_stack((spec.q_bias, spec.q.rows), (spec.k_bias, spec.k.rows), (spec.v_bias, spec.v.rows)),
+        q_norm=_head_norm(spec.q_norm, spec.n_heads, spec.head_dim),
+        k_norm=_head_norm(spec.k_norm, spec.n_kv_heads, spec.head_dim),
+        norm_after_rope=spec.qk_norm_after_rope,
+        rope=spec.rope,
+        rope_key=None if spec.rope is None else rope_key(spec.rope),
+        visibility=Visibility(scale, spec.window, spec.softcap, _float32(spec.sinks)),
+        output_gate=spec.output_gate,
+        value_norm=_column(spec.value_norm),
+        o=spec.o,
+        o_scale=_column(spec.o_scale),
+        o_bias=_column(spec.o_bias),
+        activation=layer.ffn.activation,
+        gate_up=(expert.gate, expert.up),
+        gate_up_bias=_stack((expert.gate_bias, expert.gate.rows), (expert.up_bias, expert.up.rows)),
+        down=expert.down,
+        down_scale=_column(expert.down_scale),
+        down_bias=_column(expert.down_bias),
+    )
+
+
+def _float32(vector: np.ndarray | None) -> np.ndarray | None:
+    return None if vector is None else np.ascontiguousarray(vector, np.float32)
+
+
+def _needed_column(vector: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(vector, np.float32).reshape(-1, 1)
+
+
+def _column(vector: np.ndarray | None) -> np.ndarray | None:
+    return None if vector is None else _needed_column(vector)
+
+
+def _stack(*parts: tuple[np.ndarray | None, int]) -> np.ndarray | None:
+    """The biases of a fused set as one column, zeros where one is absent; None when all are."""
+    if all(vector is None for vector, _ in parts):
+        return None
+    return _needed_column(np.concatenate([np.zeros(n) if vector is None else vector for vector, n in parts]))
+
+
+def _head_norm(weight: np.ndarray | None, heads: int, head_dim: int) -> np.ndarray | None:
+    if weight is None:
+        return None
+    if weight.shape == (heads * head_dim,) and heads > 1:
+        return _needed_column(weight)
+    return np.ascontiguousarray(weight, np.float32).reshape(-1, head_dim, 1)
