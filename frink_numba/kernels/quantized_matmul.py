@@ -20,7 +20,7 @@ from frink_numba.kernels.dequantize import dequantizer
 from frink_numba.kernels.device_matrix import DeviceMatrix
 from frink_numba.kernels.jit import kernel
 from frink_numba.kernels.register_tile import RegisterTile, make_accumulate, make_store, make_zeros
-from frink_numba.kernels.vector_memory import load4, make_store_column
+from frink_numba.kernels.vector_memory import granule_of, make_load_octet, make_store_column
 
 _DEPTH = 16  # elements of K in a slice: two octets, so that two threads a row fill it
 _f32 = types.float32
@@ -44,37 +44,9 @@ class Tile:
 TILES = {tile.side: tile for tile in (Tile(128, 8, 8, 2), Tile(64, 4, 8, 4), Tile(32, 4, 4, 8))}
 
 
-@cuda.jit(device=True)
-def _x_octet(x, row, first, cols):
-    """x[row, first : first + 8], in whole quads."""
-    a = load4(x, row * cols + first)
-    b = load4(x, row * cols + first + 4)
-    return a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3]
-
-
-@cuda.jit(device=True)
-def _element(x, row, col, cols):
-    return x[row, col] if col < cols else _f32(0.0)
-
-
-@cuda.jit(device=True)
-def _x_octet_ragged(x, row, first, cols):
-    """x[row, first : first + 8] with zeros beyond the row's end."""
-    return (
-        _element(x, row, first, cols),
-        _element(x, row, first + 1, cols),
-        _element(x, row, first + 2, cols),
-        _element(x, row, first + 3, cols),
-        _element(x, row, first + 4, cols),
-        _element(x, row, first + 5, cols),
-        _element(x, row, first + 6, cols),
-        _element(x, row, first + 7, cols),
-    )
-
-
 @lru_cache(maxsize=None)
-def quantized_matmul_kernel(kind_name: str, side: int, ragged: bool) -> Any:
-    """The kernel of one kind and tile; `ragged` where K is not a multiple of 16 (only unblocked kinds).
+def quantized_matmul_kernel(kind_name: str, side: int, granule: int) -> Any:
+    """The kernel of one kind and tile; `granule` tells how the ends of x's rows are guarded (see `granule_of`).
 
     Arguments: x float32 [m, k], data uint8 (a DeviceMatrix's), out float32 [m, n], n, stored k. Grid: tiles of m, tiles
     of n. Shared memory: 2 slices each of x and W, 256 * side bytes.
@@ -82,15 +54,13 @@ def quantized_matmul_kernel(kind_name: str, side: int, ragged: bool) -> Any:
     tile = TILES[side]
     across = side // tile.cols  # threads along a row of the tile
     warps_across = across // 8
-    registers = RegisterTile(
-        tile.rows, tile.cols, side // (tile.rows // 4), side // (tile.cols // 4)
-    )
+    registers = RegisterTile(tile.rows, tile.cols, side // (tile.rows // 4), side // (tile.cols // 4))
     zeros = make_zeros(registers)
     accumulate = make_accumulate(registers, _DEPTH, side, side)
     store = make_store(registers)
     store_column = make_store_column(side)
     fetch, decode = dequantizer(kind_name)
-    x_octet = _x_octet_ragged if ragged else _x_octet
+    load_octet = make_load_octet(granule)
     slice_size = _DEPTH * side
     buffer_size = 2 * slice_size
 
@@ -111,7 +81,7 @@ def quantized_matmul_kernel(kind_name: str, side: int, ragged: bool) -> Any:
         tile_row = (warp // warps_across * 4 + lane // 8) * 4
         tile_col = (warp % warps_across * 8 + lane % 8) * 4
 
-        x_values = x_octet(x, x_row, half * 8, cols)
+        x_values = load_octet(x, x_row * cols, half * 8, cols)
         w_bits = fetch(data, n, stored_cols, w_row, half)
         store_column(x_slices, column, x_values)
         store_column(w_slices, column, decode(w_bits, half))
@@ -122,7 +92,7 @@ def quantized_matmul_kernel(kind_name: str, side: int, ragged: bool) -> Any:
         for step in range(1, steps + 1):
             octet = step * 2 + half
             if step < steps:
-                x_values = x_octet(x, x_row, octet * 8, cols)
+                x_values = load_octet(x, x_row * cols, octet * 8, cols)
                 w_bits = fetch(data, n, stored_cols, w_row, octet)
             acc = accumulate(acc, x_slices, w_slices, current + tile_row, current + tile_col)
             current = slice_size - current
@@ -162,6 +132,6 @@ def quantized_matmul(x: Any, weight: DeviceMatrix, out: Any, stream: Any = 0, *,
         side = choose_tile(m, weight.rows, _multiprocessors(cuda.get_current_device().id))
     elif side not in TILES:
         raise ShapeError(f"quantized_matmul: no tile has the side {side}; known: {sorted(TILES)}")
-    run = quantized_matmul_kernel(weight.kind.name, side, weight.cols % _DEPTH != 0)
+    run = quantized_matmul_kernel(weight.kind.name, side, granule_of(weight.cols, _DEPTH))
     grid = -(-m // side), -(-weight.rows // side)
     run[grid, TILES[side].threads, stream](x, weight.data, out, weight.rows, weight.stored_cols)

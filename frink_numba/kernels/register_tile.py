@@ -71,7 +71,7 @@ def make_zeros(tile: RegisterTile) -> Any:
     """A function () -> the tile filled with zeros."""
 
     def simulated() -> np.ndarray:
-        return np.zeros((tile.rows, tile.cols), np.float32)
+        return np.zeros(tile.rows * tile.cols, np.float32)
 
     @device_intrinsic(simulated)
     def zeros(typing_context: Any) -> Any:
@@ -81,6 +81,24 @@ def make_zeros(tile: RegisterTile) -> Any:
         return tile.numba_type(), generate
 
     return zeros
+
+
+def make_row(tile: RegisterTile, row: int) -> Any:
+    """A function (acc) -> the tuple of the tile's row number `row`."""
+    first, last = row * tile.cols, (row + 1) * tile.cols
+    row_type = types.UniTuple(types.float32, tile.cols)
+
+    def simulated(acc: np.ndarray) -> np.ndarray:
+        return acc[first:last]
+
+    @device_intrinsic(simulated)
+    def take_row(typing_context: Any, acc: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return as_tuple(builder, elements(builder, args[0])[first:last])
+
+        return row_type(tile.numba_type), generate
+
+    return take_row
 
 
 def make_accumulate(tile: RegisterTile, depth: int, row_stride: int, col_stride: int) -> Any:
@@ -93,7 +111,8 @@ def make_accumulate(tile: RegisterTile, depth: int, row_stride: int, col_stride:
     def simulated(acc: np.ndarray, a: Any, b: Any, a_start: int, b_start: int) -> np.ndarray:
         steps = np.arange(depth)[:, None]
         left = a[a_start + steps * row_stride + row_offsets]
-        return acc + left.T @ b[b_start + steps * col_stride + col_offsets]
+        right = b[b_start + steps * col_stride + col_offsets]
+        return acc + (left.T @ right).reshape(-1)
 
     @device_intrinsic(simulated)
     def accumulate(typing_context: Any, acc: Any, a: Any, b: Any, a_start: Any, b_start: Any) -> Any:
@@ -115,6 +134,60 @@ def make_accumulate(tile: RegisterTile, depth: int, row_stride: int, col_stride:
     return accumulate
 
 
+def make_accumulate_rows(tile: RegisterTile, depth: int, row_stride: int, col_stride: int) -> Any:
+    """As `make_accumulate`, but `a` lies row by row: element k of row r stands at `a_start + r * row_stride + k`.
+
+    `depth` is a multiple of 4, and so is `a_start`: four steps of a row are one load.
+    """
+    row_offsets, col_offsets = np.array(tile.row_offsets), np.array(tile.col_offsets)
+
+    def simulated(acc: np.ndarray, a: Any, b: Any, a_start: int, b_start: int) -> np.ndarray:
+        steps = np.arange(depth)[:, None]
+        left = a[a_start + steps + row_offsets * row_stride]
+        right = b[b_start + steps * col_stride + col_offsets]
+        return acc + (left.T @ right).reshape(-1)
+
+    @device_intrinsic(simulated)
+    def accumulate_rows(typing_context: Any, acc: Any, a: Any, b: Any, a_start: Any, b_start: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            sums = elements(builder, args[0])
+            a_pointer = builder.gep(data_pointer(context, builder, signature.args[1], args[1]), [args[3]])
+            b_pointer = builder.gep(data_pointer(context, builder, signature.args[2], args[2]), [args[4]])
+            for first in range(0, depth, _QUAD):
+                left = [_load_quads(builder, a_pointer, 1, 0, r * row_stride + first) for r in tile.row_offsets]
+                for k in range(_QUAD):
+                    offset = (first + k) * col_stride
+                    right = _load_quads(builder, b_pointer, tile.cols // _QUAD, tile.col_step, offset)
+                    for i in range(tile.rows):
+                        for j in range(tile.cols):
+                            at = i * tile.cols + j
+                            sums[at] = fused_multiply_add(builder, left[i][k], right[j], sums[at])
+            return as_tuple(builder, sums)
+
+        return tile.numba_type(tile.numba_type, a, b, types.int64, types.int64), generate
+
+    return accumulate_rows
+
+
+def make_scale_rows(tile: RegisterTile) -> Any:
+    """A function (acc, factors) -> acc with row i multiplied by factors[i]."""
+    factors_type = types.UniTuple(types.float32, tile.rows)
+
+    def simulated(acc: np.ndarray, factors: tuple[Any, ...]) -> np.ndarray:
+        return acc * np.repeat(np.array(factors, np.float32), tile.cols)
+
+    @device_intrinsic(simulated)
+    def scale_rows(typing_context: Any, acc: Any, factors: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            factors = elements(builder, args[1])
+            values = elements(builder, args[0])
+            return as_tuple(builder, [builder.fmul(v, factors[i // tile.cols]) for i, v in enumerate(values)])
+
+        return tile.numba_type(tile.numba_type, factors_type), generate
+
+    return scale_rows
+
+
 def make_store(tile: RegisterTile) -> Any:
     """A function (out, acc, row, col, rows, cols): the tile goes to `out` [rows, cols] from (row, col) on.
 
@@ -126,7 +199,7 @@ def make_store(tile: RegisterTile) -> Any:
         for i, r in enumerate(tile.row_offsets):
             for j, c in enumerate(tile.col_offsets):
                 if row + r < rows and col + c < cols:
-                    target[row + r, col + c] = acc[i, j]
+                    target[row + r, col + c] = acc[i * tile.cols + j]
 
     @device_intrinsic(simulated)
     def store(typing_context: Any, out: Any, acc: Any, row: Any, col: Any, rows: Any, cols: Any) -> Any:
@@ -170,3 +243,31 @@ def make_store(tile: RegisterTile) -> Any:
         return types.void(out, tile.numba_type, *[types.int64] * 4), generate
 
     return store
+
+
+def make_store_row(tile: RegisterTile) -> Any:
+    """A function (out, values, start, col, cols): one row of a tile goes to flat `start + col` of `out` on.
+
+    The row has `cols` columns, of which the tile covers some from `col` on; what lies beyond is not stored.
+    """
+    row_type = types.UniTuple(types.float32, tile.cols)
+
+    def simulated(out: Any, values: Any, start: int, col: int, cols: int) -> None:
+        flat = in_simulator(out).reshape(-1)
+        for value, offset in zip(values, tile.col_offsets, strict=True):
+            if col + offset < cols:
+                flat[start + col + offset] = value
+
+    @device_intrinsic(simulated)
+    def store_row(typing_context: Any, out: Any, values: Any, start: Any, col: Any, cols: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            base = builder.gep(data_pointer(context, builder, signature.args[0], args[0]), [args[2]])
+            for value, offset in zip(elements(builder, args[1]), tile.col_offsets, strict=True):
+                place = builder.add(args[3], i64(offset))
+                with builder.if_then(builder.icmp_signed("<", place, args[4])):
+                    builder.store(value, builder.gep(base, [place]))
+            return context.get_dummy_value()
+
+        return types.void(out, row_type, *[types.int64] * 3), generate
+
+    return store_row

@@ -49,9 +49,7 @@ def _rope(x, cos, sin, partner, step):
             x[row, head, pair * step + partner] = a * s + b * c
 
 
-def rope_table(
-    inv_freq: Any, magnitude_scale: float, start_pos: int, cos: Any, sin: Any, stream: Any = 0
-) -> None:
+def rope_table(inv_freq: Any, magnitude_scale: float, start_pos: int, cos: Any, sin: Any, stream: Any = 0) -> None:
     """Fill cos and sin, float32 [rows, pairs], for the positions start_pos .. start_pos + rows - 1.
 
     `inv_freq` float64 [pairs] holds the angle of each pair per position, frequency factors divided in already; both

@@ -48,6 +48,13 @@ def load4(typing_context: Any, array: Any, index: Any) -> Any:
     return Quad(array, types.int64), generate
 
 
+def _store_quad(builder: Any, pointer: Any, index: Any, values: list[Any]) -> None:
+    vector: Any = ir.Constant(_vec4, ir.Undefined)
+    for i, value in enumerate(values):
+        vector = builder.insert_element(vector, value, i32(i))
+    builder.store(vector, _at(builder, pointer, index, _vec4), align=16)
+
+
 def _store4_simulated(array: Any, index: int, quad: tuple[Any, ...]) -> None:
     in_simulator(array).reshape(-1)[index : index + 4] = quad
 
@@ -58,13 +65,137 @@ def store4(typing_context: Any, array: Any, index: Any, quad: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = data_pointer(context, builder, signature.args[0], args[0])
-        vector: Any = ir.Constant(_vec4, ir.Undefined)
-        for i, value in enumerate(elements(builder, args[2])):
-            vector = builder.insert_element(vector, value, i32(i))
-        builder.store(vector, _at(builder, pointer, args[1], _vec4), align=16)
+        _store_quad(builder, pointer, args[1], elements(builder, args[2]))
         return context.get_dummy_value()
 
     return types.void(array, types.int64, Quad), generate
+
+
+def _within(builder: Any, place: Any, limit: Any) -> Any:
+    return builder.icmp_signed("<", place, limit)
+
+
+def _load_quad_within(builder: Any, pointer: Any, start: Any, first: Any, limit: Any, granule: int) -> list[Any]:
+    """Four float32 from `pointer + start + first` on, zeros from element `limit` on.
+
+    `granule` is how many elements from `first` on are known to lie on one side of the limit: 8 (inside), 4 or 1. What
+    lies beyond is not read: its address is replaced, since a select is cheaper than a branch.
+    """
+    zero = f32(0.0)
+    if granule == 1:
+        values = []
+        for i in range(4):
+            place = builder.add(first, i64(i))
+            inside = _within(builder, place, limit)
+            safe = builder.add(start, builder.select(inside, place, i64(0)))
+            values.append(builder.select(inside, builder.load(builder.gep(pointer, [safe])), zero))
+        return values
+    inside = _within(builder, first, limit) if granule == 4 else None
+    place = first if inside is None else builder.select(inside, first, i64(0))
+    vector = builder.load(_at(builder, pointer, builder.add(start, place), _vec4), align=16)
+    values = [builder.extract_element(vector, i32(i)) for i in range(4)]
+    return values if inside is None else [builder.select(inside, v, zero) for v in values]
+
+
+def _take_within(flat: np.ndarray, start: int, first: int, limit: int, count: int) -> list[Any]:
+    """Simulator: `count` values of a row that starts at `start`, from element `first` on, zeros from `limit` on."""
+    held = max(0, min(count, int(limit) - int(first)))
+    return [*flat[start + first : start + first + held], *[np.float32(0.0)] * (count - held)]
+
+
+def make_load_octet(granule: int) -> Any:
+    """A function (array, start, first, limit) -> elements first .. first+7 of the row that starts at flat `start`.
+
+    Zeros from element `limit` on. `granule`: see `granule_of`.
+    """
+
+    def simulated(array: Any, start: int, first: int, limit: int) -> tuple[Any, ...]:
+        return tuple(_take_within(in_simulator(array).reshape(-1), start, first, limit, OCTET))
+
+    @device_intrinsic(simulated)
+    def load_octet(typing_context: Any, array: Any, start: Any, first: Any, limit: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = data_pointer(context, builder, signature.args[0], args[0])
+            start, first, limit = args[1:]
+            values = []
+            for part in range(0, OCTET, 4):
+                place = builder.add(first, i64(part))
+                values += _load_quad_within(builder, pointer, start, place, limit, granule)
+            return as_tuple(builder, values)
+
+        return Octet(array, types.int64, types.int64, types.int64), generate
+
+    return load_octet
+
+
+def granule_of(length: int, step: int) -> int:
+    """How rows of `length` elements, read in steps of `step`, must be guarded: 8 (never), 4 (by quads) or 1."""
+    return 8 if length % step == 0 else 4 if length % 4 == 0 else 1
+
+
+def make_load_panel(rows: int, width: int, threads: int, granule: int) -> Any:
+    """A function (array, thread, first, last, stride, start, limit) -> this thread's quads of a panel [rows, width].
+
+    Panel row r is row min(first + r, last) of an array whose rows are `stride` elements apart, from flat `start` on;
+    elements from `limit` on are zeros. The quads of the panel, row by row, are dealt to the threads in turn.
+    """
+    quads = rows * width // 4 // threads
+    panel = types.UniTuple(types.float32, 4 * quads)
+    across = width // 4
+
+    def simulated(array: Any, thread: int, first: int, last: int, stride: int, start: int, limit: int) -> list[Any]:
+        flat, values = in_simulator(array).reshape(-1), []
+        for q in range(thread, rows * across, threads):
+            row = min(first + q // across, last)
+            values += _take_within(flat, start + row * stride, q % across * 4, limit, 4)
+        return values
+
+    @device_intrinsic(simulated)
+    def load_panel(
+        typing_context: Any, array: Any, thread: Any, first: Any, last: Any, stride: Any, start: Any, limit: Any
+    ) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = data_pointer(context, builder, signature.args[0], args[0])
+            thread, first, last, stride, start, limit = args[1:]
+            values = []
+            for i in range(quads):
+                quad = builder.add(thread, i64(i * threads))
+                row = builder.add(first, builder.udiv(quad, i64(across)))
+                row = builder.select(builder.icmp_signed("<", row, last), row, last)
+                origin = builder.add(start, builder.mul(row, stride))
+                place = builder.mul(builder.urem(quad, i64(across)), i64(4))
+                values += _load_quad_within(builder, pointer, origin, place, limit, granule)
+            return as_tuple(builder, values)
+
+        return panel(array, *[types.int64] * 6), generate
+
+    return load_panel
+
+
+def make_store_panel(rows: int, width: int, threads: int) -> Any:
+    """A function (array, index, thread, values): what `load_panel` gave goes to flat `index` on, row by row."""
+    quads = rows * width // 4 // threads
+    panel = types.UniTuple(types.float32, 4 * quads)
+
+    def simulated(array: Any, index: int, thread: int, values: list[Any]) -> None:
+        for i in range(quads):
+            place = index + 4 * (thread + i * threads)
+            array[place : place + 4] = values[4 * i : 4 * i + 4]
+
+    @device_intrinsic(simulated)
+    def store_panel(typing_context: Any, array: Any, index: Any, thread: Any, values: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = data_pointer(context, builder, signature.args[0], args[0])
+            values = elements(builder, args[3])
+            first = builder.add(args[1], builder.mul(args[2], i64(4)))
+            for i in range(quads):
+                place = builder.add(first, i64(4 * i * threads))
+                _store_quad(builder, pointer, place, values[4 * i : 4 * i + 4])
+            return context.get_dummy_value()
+
+        return types.void(array, types.int64, types.int64, panel), generate
+
+    return store_panel
 
 
 def make_store_column(stride: int) -> Any:

@@ -16,26 +16,25 @@ from numba.cuda import config
 _ALL = 0xFFFFFFFF
 
 
+_meeting = threading.Lock()
+
+
 def _exchange(value: Any) -> tuple[list[Any], int]:
     """Simulator: the values that the lanes of this thread's warp brought, and the lane's number."""
     thread: Any = threading.current_thread()
     block = thread._manager
     warp, lane = divmod(thread.thread_id, 32)
-    meeting = block.__dict__.setdefault(f"warp {warp}", None)
-    if meeting is None:
-        lanes = min(32, int(np.prod(block._block_dim)) - 32 * warp)
-        fresh = (threading.Barrier(lanes), [None] * lanes)
-        with _creating:
-            meeting = block.__dict__[f"warp {warp}"] = block.__dict__[f"warp {warp}"] or fresh
-    barrier, slots = meeting
+    with _meeting:
+        warps = block.__dict__.setdefault("warps", {})
+        if warp not in warps:
+            lanes = min(32, int(np.prod(block._block_dim)) - 32 * warp)
+            warps[warp] = threading.Barrier(lanes), [None] * lanes
+    barrier, slots = warps[warp]
     slots[lane] = value
     barrier.wait()
     seen = list(slots)
     barrier.wait()
     return seen, lane
-
-
-_creating = threading.Lock()
 
 
 def _butterfly(value: Any, lanes: int, combine: Callable[[Any, Any], Any]) -> Any:
