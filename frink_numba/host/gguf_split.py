@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
-from frink_numba.errors import GgufError, ModelNotFoundError
+from frink_numba.errors import GgufError
 from frink_numba.host.gguf_format import NUMBER_TYPES, SPLIT_KEYS, shown
 from frink_numba.host.gguf_metadata import Metadata, StoredValue
 from frink_numba.host.gguf_reader import GgufPart, read_part
@@ -41,13 +42,13 @@ def open_parts(path: Path) -> list[GgufPart]:
                 f"{path}: its name says that it is one of {named_count} parts, its key 'split.count' says {count}: "
                 "a foreign part, or renamed"
             )
+        if not 1 <= int(name["number"]) <= count:
+            raise GgufError(f"{path}: its name says that it is part {int(name['number'])} of {count}")
         paths = [path.with_name(f"{name['stem']}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
-        missing = [p.name for p in paths if not p.exists()]
+        missing = list(islice((p.name for p in paths if not p.exists()), 5))  # a hostile count is not searched through
         if missing:
-            shown_names = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
-            raise ModelNotFoundError(
-                f"{path}: of the {count} parts of this split model these are missing: {shown_names}"
-            )
+            names = ", ".join(missing[:4]) + (" and more" if len(missing) > 4 else "")
+            raise GgufError(f"{path}: of the {count} parts of this split model these are missing: {names}")
         parts.pop().close()
         for number, part_path in enumerate(paths):
             parts.append(read_part(part_path, number))  # one by one, so that an error finds all that are open
