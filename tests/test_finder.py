@@ -15,9 +15,10 @@ def test_it_answers_for_our_cuda_package_alone():
 
 
 def test_the_package_imports_with_the_hook_in_place():
-    """In a fresh interpreter: the hook of numba-cuda is first, and our package is found without numba being imported."""
+    """In a fresh interpreter: the hook of numba-cuda is there, and our package is found without importing numba."""
     code = (
-        "import sys; hooks = [type(f).__module__ for f in sys.meta_path]; assert '_numba_cuda_redirector' in hooks, hooks\n"
+        "import sys; hooks = [type(f).__module__ for f in sys.meta_path]\n"
+        "assert '_numba_cuda_redirector' in hooks, hooks\n"
         "import frink_numba.cuda, frink_numba.cuda.traffic as t; assert t.__name__ == 'frink_numba.cuda.traffic'\n"
         "assert 'numba' not in sys.modules\n"
         "import numba.cuda; assert 'numba_cuda' in numba.cuda.__file__"

@@ -1,0 +1,78 @@
+"""Which layers of a model fit into a device's memory: decided from descriptions, step by step, without device work.
+
+Layers are admitted in the order in which a walk over the layers first asks for them, as long as their weights and the
+step's scratch stay within the budget. Two devices can thus share a model: the second is only asked for what the first
+declined, and counts from there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from frink_numba.backend import Step
+from frink_numba.cuda.arena import ScratchShape
+from frink_numba.cuda.device import CudaDevice
+from frink_numba.cuda.memory import in_units, layer_bytes, rope_key
+from frink_numba.cuda.shapes import LayerShape
+from frink_numba.layer import Layer
+
+
+@dataclass(slots=True)
+class _Walk:
+    """What was answered for one step so far."""
+
+    key: tuple[int, ...] = ()
+    admitted: dict[int, bool] = field(default_factory=dict)
+    nbytes: int = 0
+
+
+class Admission:
+    """Answers for one backend; `layers`: all of its model's, `served`: the numbers of those that kernels serve."""
+
+    def __init__(self, device: CudaDevice, layers: Sequence[Layer], served: Sequence[int], holder: object) -> None:
+        self._device = device
+        self._holder = holder
+        self._bytes = {number: layer_bytes(layers[number]) for number in served}
+        self.total = sum(self._bytes.values())
+        self._scratch = ScratchShape([LayerShape.of(layers[number]) for number in served]) if served else None
+        self._rope_tables = len({rope_key(layers[number]) for number in served} - {None})
+        self._local = threading.local()  # steps of several threads do not disturb each other
+
+    def reason(self, number: int, step: Step) -> str | None:
+        """Why layer `number` has no room on the device in this step; None when it is admitted."""
+        limit, others = self._device.memory.bytes(), self._others()
+        walk, key = self._walk(), (id(step), step.batch, step.start_pos, limit, others)
+        if walk.key != key:
+            walk = self._local.walk = _Walk(key)
+        if number not in walk.admitted:
+            need = walk.nbytes + self._bytes[number] + self.scratch(step) + others
+            walk.admitted[number] = need <= limit
+            walk.nbytes += self._bytes[number] if need <= limit else 0
+        if walk.admitted[number]:
+            return None
+        return (
+            f"no room for its weights: the layers take {in_units(self.total)} beside scratch, "
+            f"the device memory budget is {in_units(limit)}"
+        )
+
+    def scratch(self, step: Step) -> int:
+        """Bytes of scratch that a run of any of the layers needs at most, and no less than there is."""
+        need = self._scratch.nbytes(step.batch, step.start_pos, self._rope_tables) if self._scratch else 0
+        return max(need, self._device.arena_bytes)
+
+    def admitted(self) -> set[int]:
+        """The layers that the calling thread's last step was promised."""
+        return {number for number, admitted in self._walk().admitted.items() if admitted}
+
+    def spare(self) -> int:
+        """Bytes of the budget that would be left if all layers were on the device; at least 0."""
+        return max(0, self._device.memory.bytes() - self.total - self._others())
+
+    def _others(self) -> int:
+        return self._device.bank.bytes_of_others(self._holder)
+
+    def _walk(self) -> _Walk:
+        walk = getattr(self._local, "walk", None)
+        return walk if walk is not None else _Walk()

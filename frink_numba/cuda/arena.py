@@ -1,0 +1,112 @@
+"""Scratch memory of a run: one block, laid out before the run, so that nothing is allocated inside the layer loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from frink_numba.cuda.runtime import Runtime
+from frink_numba.cuda.shapes import LayerShape
+
+ALIGNMENT = 256  # bytes; what the driver's own allocations have at least
+_FLOAT = 4
+
+
+class Layout:
+    """Places parts one after the other, each aligned."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def add(self, nbytes: int) -> int:
+        """The offset of a new part of `nbytes`."""
+        offset = self.nbytes
+        self.nbytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return offset
+
+
+def float_bytes(*elements: int) -> int:
+    """Bytes of float32 arrays of these many elements, one after the other."""
+    layout = Layout()
+    for count in elements:
+        layout.add(count * _FLOAT)
+    return layout.nbytes
+
+
+class Carver:
+    """Cuts typed arrays out of one block of bytes, in the order of a layout."""
+
+    def __init__(self, block: Any) -> None:
+        self._block = block
+        self._layout = Layout()
+
+    def array(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
+        """The next part as an array; the block must have room for it."""
+        nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        offset = self._layout.add(nbytes)
+        return self._block[offset : offset + nbytes].view(dtype).reshape(*shape)
+
+
+class ScratchShape:
+    """The sizes that a run's scratch must have room for: the largest of its layers."""
+
+    def __init__(self, shapes: Sequence[LayerShape]) -> None:
+        self.hidden = max(shape.hidden for shape in shapes)
+        self.query_width = max(shape.query_width for shape in shapes)
+        self.kv_width = max(shape.kv_width for shape in shapes)
+        self.ffn = max(shape.ffn for shape in shapes)
+        self.slots = min(2, len(shapes))  # one layer's K/V rows come down while the next layer runs
+        self.rope_pairs = max(shape.rope_pairs for shape in shapes)
+
+    def parts(self, batch: int, start_pos: int, rope_tables: int) -> dict[str, int]:
+        """Elements of float32 of every part, by name, in the order they lie in the block."""
+        total = start_pos + batch
+        parts = {
+            "hidden": batch * self.hidden,
+            "normed": batch * self.hidden,
+            "projected": batch * self.hidden,
+            "queries": batch * self.query_width,
+            "attended": batch * self.query_width,
+            "gate": batch * self.ffn,
+            "up": batch * self.ffn,
+        }
+        for slot in range(self.slots):
+            parts[f"keys{slot}"] = total * self.kv_width
+            parts[f"values{slot}"] = total * self.kv_width
+        for table in range(rope_tables):
+            parts[f"cos{table}"] = batch * self.rope_pairs
+            parts[f"sin{table}"] = batch * self.rope_pairs
+        return parts
+
+    def nbytes(self, batch: int, start_pos: int, rope_tables: int) -> int:
+        """Bytes of the whole block."""
+        return float_bytes(*self.parts(batch, start_pos, rope_tables).values())
+
+
+class Arena:
+    """One block of device memory that grows between runs and never inside one."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._block: Any = None
+        self.nbytes = 0
+
+    def reserve(self, nbytes: int, spare: int) -> Any:
+        """The block, at least `nbytes` long; when it has to grow, by up to a quarter more, no more than `spare` bytes.
+
+        The old block is given back first. What the runtime raises leaves the arena empty.
+        """
+        if nbytes > self.nbytes:
+            self.clear()
+            wanted = nbytes + max(0, min(nbytes // 4, spare))
+            self._block = self._runtime.device_bytes(wanted)
+            self.nbytes = wanted
+        return self._block
+
+    def clear(self) -> None:
+        """Give the block back."""
+        if self._block is not None:
+            self._block, self.nbytes = None, 0
+            self._runtime.release()

@@ -1,0 +1,160 @@
+"""The `cuda` backend: runs of layers on a device's resident stack (R2 to R22)."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+
+from frink_numba.backend import Decline, LayerCache, Run, Serve, Step
+from frink_numba.cuda.admission import Admission
+from frink_numba.cuda.classify import decline_reason
+from frink_numba.cuda.device import CudaDevice, open_device
+from frink_numba.cuda.memory import layer_bytes
+from frink_numba.cuda.residency import hold_layers, release_holder
+from frink_numba.cuda.run import Rows, run_layers, scratch_bytes
+from frink_numba.cuda.runtime import one_line
+from frink_numba.cuda.shapes import check_hidden, check_layer, check_prefix
+from frink_numba.cuda.traffic import Traffic
+from frink_numba.cuda.weights import DeviceLayer
+from frink_numba.errors import BackendUnavailable, ShapeError
+from frink_numba.layer import Layer
+from frink_numba.log import warn_once
+
+MIN_BATCH = 4  # rows; below it the matrix products read all weights for next to no work (R2)
+
+
+def create(layers: Sequence[Layer], device: str | None = None) -> CudaBackend:
+    """The backend over a model's layers on the first visible device, or on the one numbered `device` ("1" of "cuda:1").
+
+    BackendUnavailable says why the device cannot be used.
+    """
+    if device is not None and not device.isdecimal():
+        raise BackendUnavailable(f"{device!r} is not a device number; write cuda:0, cuda:1, ...")
+    number = int(device or 0)
+    return CudaBackend(layers, open_device(number), "cuda" if device is None else f"cuda:{number}")
+
+
+class CudaBackend:
+    """Serves runs of layers on one device. Several threads may use it; their runs follow each other.
+
+    Weights go up with the first run of their layer and stay until `close`; other backends over the same layers and the
+    same device share them.
+    """
+
+    def __init__(self, layers: Sequence[Layer], device: CudaDevice, name: str = "cuda") -> None:
+        self.name = name
+        self.device = device
+        self._layers = tuple(layers)
+        self._reasons = [_static_reason(layer) for layer in self._layers]
+        served = [number for number, reason in enumerate(self._reasons) if reason is None]
+        self._holder = object()
+        self._admission = Admission(device, self._layers, served, self._holder)
+        self._traffic = Traffic()
+        self._traffic_lock = threading.Lock()
+        # A backend that is dropped without `close` gives its memory back too; at exit the driver does.
+        self._release = weakref.finalize(self, release_holder, device, self._holder)
+        self._release.atexit = False
+
+    @property
+    def stats(self) -> Traffic:
+        """What went over the bus since the backend was made: a copy."""
+        with self._traffic_lock:
+            return self._traffic.copy()
+
+    def can_serve(self, l: int, step: Step) -> Serve | Decline:  # noqa: E741
+        """Serve with the device and its tier, or the first reason that the device, step, layer, cache or memory gives.
+
+        Without FRINK_CUDA_MEMORY the first call asks the device once how much memory is free.
+        """
+        problem = self.device.problem
+        if problem is not None:
+            return Decline(problem)
+        if step.batch < MIN_BATCH:
+            return Decline(f"a batch of fewer than {MIN_BATCH} rows")
+        if step.layers[l] is not self._layers[l]:
+            return Decline("the step's layer is not the one the backend was made for")
+        reason = self._reasons[l] or _cache_reason(step.caches[l], self._layers[l], step.start_pos)
+        if reason is not None:
+            return Decline(reason)
+        try:
+            reason = self._admission.reason(l, step)
+        except Exception as error:  # numba, cuda.core and cuda.bindings each have classes of their own
+            reason = f"its free memory is not known: {self.device.failed(error)}"
+        return Serve(str(self.device)) if reason is None else Decline(reason)
+
+    def run(self, l: int, length: int, step: Step) -> Run | None:  # noqa: E741
+        """Run layers l .. l+length-1; None after a failure, which was reported (R21).
+
+        ShapeError, before any device work, when the step's arrays do not fit the layers (R20).
+        """
+        layers = self._layers[l : l + length]
+        if step.hidden is None:
+            raise ShapeError("a step to run needs a hidden batch")
+        check_hidden(step.hidden, step.batch, layers)
+        prefixes: list[Rows] = []
+        if step.start_pos:
+            for number, layer in enumerate(layers, l):
+                keys, values = step.caches[number].prefix()
+                check_prefix(layer, keys, values, step.start_pos)
+                prefixes.append((keys, values))
+
+        traffic = Traffic()
+        device = self.device
+        try:
+            with device.working():
+                resident, block = self._make_room(layers, step, traffic)
+                hidden, kv_rows = run_layers(device, resident, step.hidden, prefixes, step.start_pos, block, traffic)
+        except Exception as error:  # numba, cuda.core and cuda.bindings each have classes of their own
+            failure = device.problem or device.failed(error)
+            warn_once(f"backend {self.name}: a run failed after it was admitted, others serve its layers: {failure}")
+            return None
+        finally:
+            with self._traffic_lock:
+                self._traffic.add(traffic)
+        return Run(hidden, kv_rows)
+
+    def close(self) -> None:
+        """Give the device memory back; may be called twice. A later run would upload the weights again."""
+        try:
+            release_holder(self.device, self._holder)
+        except Exception as error:  # a device that fails while it is left alone need not stop anybody
+            warn_once(f"backend {self.name}: the device failed while it was closed: {one_line(error)}")
+
+    def _make_room(self, layers: Sequence[Layer], step: Step, traffic: Traffic) -> tuple[list[DeviceLayer], object]:
+        """The layers on the device and the scratch for their run; own layers that this step does not need may go."""
+        device, bank = self.device, self.device.bank
+        scratch = self._admission.scratch(step)
+        missing = sum(layer_bytes(layer) for layer in layers if bank.find(layer, self._holder) is None)
+        over = bank.nbytes + missing + scratch - device.memory.bytes()
+        if over > 0:
+            needed = {id(self._layers[number]) for number in self._admission.admitted()} | {id(x) for x in layers}
+            for layer in bank.held_by(self._holder):
+                if over > 0 and id(layer) not in needed:
+                    over -= layer_bytes(layer)
+                    bank.drop(layer, self._holder)
+            device.runtime.release()
+        resident = hold_layers(device, layers, self._holder, traffic, scratch)
+        exact = scratch_bytes(resident, step.batch, step.start_pos)
+        return resident, device.workspace.arena.reserve(exact, max(0, self._admission.spare() - exact))
+
+
+def _static_reason(layer: Layer) -> str | None:
+    """What the layer's description gives against it: a feature that no kernel has, or parts that do not fit."""
+    reason = decline_reason(layer)
+    if reason is None:
+        try:
+            check_layer(layer)
+        except ShapeError as error:
+            return str(error)
+    return reason
+
+
+def _cache_reason(cache: LayerCache, layer: Layer, start_pos: int) -> str | None:
+    """R12 and R13: the cache holds exactly the positions before the batch, in the model's shape."""
+    if cache.positions != start_pos or cache.rows != start_pos:
+        return "its cache does not hold exactly the rows before the batch"
+    spec = layer.attention
+    if (cache.n_kv_heads, cache.key_dim, cache.value_dim) != (spec.n_kv_heads, spec.head_dim, spec.head_dim):
+        return "its cache has other K/V heads or widths than the layer"
+    return None

@@ -1,0 +1,60 @@
+"""Page-locked host memory that is lent out as NumPy arrays and comes back by itself.
+
+Locking pages takes longer than a prefill step, so blocks are kept. A block is lent as one array; when the last view of
+that array is gone, the block is free again. No copy is made between the device's answer and the caller's hands.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from frink_numba.cuda.runtime import Runtime
+
+_KEPT_BLOCKS = 4
+_GRANULE = 1 << 20
+
+
+class _Loan:
+    """Owns a block while arrays look at it; NumPy keeps it alive as their base."""
+
+    __slots__ = ("__array_interface__", "__weakref__", "_block")
+
+    def __init__(self, block: np.ndarray) -> None:
+        self._block = block
+        self.__array_interface__: dict[str, Any] = block.__array_interface__
+
+
+class PinnedPool:
+    """Blocks of page-locked memory of one device. Use under the device's lock; the arrays may be dropped anywhere."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        # A deque: blocks come back from whichever thread drops the last array, even in the middle of `lend`.
+        self._free: deque[np.ndarray] = deque(maxlen=_KEPT_BLOCKS)
+
+    def lend(self, nbytes: int) -> np.ndarray:
+        """An uninitialized uint8 array of `nbytes`, page-locked. Raises what the runtime raises."""
+        kept = self._free
+        for _ in range(len(kept)):
+            try:
+                block = kept.popleft()
+            except IndexError:
+                break
+            if nbytes <= block.nbytes <= 4 * nbytes + _GRANULE:
+                return self._loan(block, nbytes)
+            kept.append(block)
+        self._runtime.release()  # blocks that fell out of the deque
+        return self._loan(self._runtime.pinned_bytes(-(-nbytes // _GRANULE) * _GRANULE), nbytes)
+
+    def clear(self) -> None:
+        """Let go of the blocks that are not lent."""
+        self._free.clear()
+
+    def _loan(self, block: np.ndarray, nbytes: int) -> np.ndarray:
+        loan = _Loan(block)
+        weakref.finalize(loan, self._free.append, block).atexit = False
+        return np.asarray(loan)[:nbytes]

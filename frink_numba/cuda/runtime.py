@@ -1,0 +1,145 @@
+"""One device's memory, streams, events and copies through numba.cuda: all that differs between a GPU and the simulator.
+
+Importing this module imports no numba; making a `NumbaRuntime` does. Everything a runtime hands out is plain numba.cuda
+(device arrays, streams, events), so that the kernels' launchers take it as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+
+from frink_numba import settings
+
+_COMPILE_ERRORS = frozenset({"NumbaError", "NvvmError", "NvvmSupportError", "NvrtcError", "LinkerError", "NVVMError"})
+
+
+class Runtime(Protocol):
+    """What the resident stack needs of a device. Every method may raise; `failure_kind` sorts what they raise."""
+
+    def active(self) -> Any:
+        """A context manager: inside it, the calling thread works on this device."""
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total device memory in bytes."""
+
+    def device_bytes(self, nbytes: int) -> Any:
+        """A new device array of uint8, uninitialized, aligned to 256 bytes."""
+
+    def pinned_bytes(self, nbytes: int) -> np.ndarray:
+        """A new page-locked host array of uint8, uninitialized."""
+
+    def stream(self) -> Any:
+        """A new stream."""
+
+    def event(self) -> Any:
+        """A new event."""
+
+    def upload(self, target: Any, source: np.ndarray, stream: Any) -> None:
+        """Copy host to device in the order of `stream`; pageable sources may be overwritten once it returns."""
+
+    def download(self, target: np.ndarray, source: Any, stream: Any) -> None:
+        """Copy device to page-locked host memory in the order of `stream`; ended once the stream is waited for."""
+
+    def record(self, event: Any, stream: Any) -> None:
+        """Set `event` behind the work queued in `stream` so far."""
+
+    def wait(self, event: Any, stream: Any) -> None:
+        """Make later work of `stream` wait until the last record of `event` is reached."""
+
+    def synchronize(self, stream: Any) -> None:
+        """Make the calling thread wait for all work of `stream`."""
+
+    def drain(self) -> str | None:
+        """Wait for all work of the device; the error's text when it cannot work any more, else None."""
+
+    def release(self) -> None:
+        """Give memory that is no longer referenced back to the driver now."""
+
+
+class NumbaRuntime:
+    """The runtime over numba.cuda, for a GPU by its number among the visible ones, or for the simulator."""
+
+    def __init__(self, number: int) -> None:
+        from numba import cuda
+
+        self._cuda = cuda
+        self._number = number
+        self._simulated = simulated()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with self._cuda.gpus[self._number]:
+            yield
+
+    def memory(self) -> tuple[int, int]:
+        free, total = self._cuda.current_context().get_memory_info()
+        if self._simulated:  # the simulator answers infinity
+            return sys.maxsize, sys.maxsize
+        return int(free), int(total)
+
+    def device_bytes(self, nbytes: int) -> Any:
+        return self._cuda.device_array(nbytes, np.uint8)
+
+    def pinned_bytes(self, nbytes: int) -> np.ndarray:
+        return self._cuda.pinned_array(nbytes, np.uint8)
+
+    def stream(self) -> Any:
+        return self._cuda.stream()
+
+    def event(self) -> Any:
+        return self._cuda.event() if self._simulated else self._cuda.event(timing=False)
+
+    def upload(self, target: Any, source: np.ndarray, stream: Any) -> None:
+        target.copy_to_device(source, stream=stream)
+
+    def download(self, target: np.ndarray, source: Any, stream: Any) -> None:
+        source.copy_to_host(target, stream=stream)
+
+    def record(self, event: Any, stream: Any) -> None:
+        event.record(stream)
+
+    def wait(self, event: Any, stream: Any) -> None:
+        event.wait(stream)
+
+    def synchronize(self, stream: Any) -> None:
+        stream.synchronize()
+
+    def drain(self) -> str | None:
+        try:
+            self._cuda.synchronize()
+        except Exception as error:  # numba, cuda.core and cuda.bindings each have classes of their own
+            return one_line(error)
+        return None
+
+    def release(self) -> None:
+        # numba frees late, in batches; the simulator and foreign memory managers have no such queue.
+        manager = getattr(self._cuda.current_context(), "memory_manager", None)
+        pending = getattr(manager, "deallocations", None)
+        if pending is not None:
+            pending.clear()
+
+
+def simulated() -> bool:
+    """Whether numba.cuda is its own simulator in this process (NUMBA_ENABLE_CUDASIM)."""
+    return bool(settings.get("NUMBA_ENABLE_CUDASIM"))
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether device or page-locked memory ran out; the classes differ, CUDA's name for it is in every text."""
+    return isinstance(error, MemoryError) or "OUT_OF_MEMORY" in str(error)
+
+
+def compile_failed(error: BaseException) -> bool:
+    """Whether a kernel could not be compiled or linked, which no later try will change."""
+    return any(kind.__name__ in _COMPILE_ERRORS for kind in type(error).__mro__)
+
+
+def one_line(error: BaseException) -> str:
+    """An error as one line that names its kind."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
