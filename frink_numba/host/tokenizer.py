@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -17,8 +17,6 @@ from frink_numba.host.text_stream import TextStream
 from frink_numba.host.tokenizer_bpe import BytePairText
 from frink_numba.host.tokenizer_sentencepiece import SentencePieceText
 from frink_numba.host.vocabulary import TokenType, Vocabulary
-
-_KINDS = {"gpt2": BytePairText, "llama": SentencePieceText}
 
 # Control tokens that end an answer. Files often name only one of those that a model uses.
 _STOP_NAMES = frozenset(
@@ -41,6 +39,9 @@ class OrdinaryText(Protocol):
 
     def piece(self, token: int) -> bytes:
         """The bytes of a token that is not special."""
+
+
+_KINDS: dict[str, Callable[[Vocabulary], OrdinaryText]] = {"gpt2": BytePairText, "llama": SentencePieceText}
 
 
 class Tokenizer:
@@ -158,8 +159,7 @@ class Tokenizer:
 
     @cached_property
     def _special_ids(self) -> dict[str, int]:
-        kinds = [kind for kind in TokenType if kind not in _LITERAL]
-        return self._vocabulary.spellings(*kinds)
+        return self._vocabulary.spellings(self._vocabulary.ids_of(*_LITERAL))
 
     @cached_property
     def _all_special(self) -> re.Pattern[str] | None:
@@ -167,8 +167,7 @@ class Tokenizer:
 
     @cached_property
     def _user_defined(self) -> re.Pattern[str] | None:
-        kinds = [kind for kind in TokenType if kind is not TokenType.USER_DEFINED]
-        return _matcher(self._vocabulary.spellings(*kinds))
+        return _matcher(self._vocabulary.spellings(self._vocabulary.ids_of(TokenType.USER_DEFINED)))
 
 
 class _Pieces:

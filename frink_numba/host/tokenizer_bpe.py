@@ -6,7 +6,6 @@ library merges within each word.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -43,8 +42,7 @@ class BytePairText:
         from tokenizers import Tokenizer, normalizers
 
         rule = splitting(vocabulary.pre)
-        # Control tokens are kept out, so that no text can produce one by merging.
-        spellings = vocabulary.spellings(TokenType.CONTROL, TokenType.UNKNOWN)
+        spellings = vocabulary.text_spellings()
         self._engine = Tokenizer(_model(vocabulary, spellings, rule.whole_words))
         self._engine.pre_tokenizer = rule.build()
         if rule.compose:
@@ -77,20 +75,25 @@ def _model(vocabulary: Vocabulary, spellings: dict[str, int], whole_words: bool)
 
     if vocabulary.merges is None:
         raise GgufError(f"key {GROUP}merges is missing, which a byte-level vocabulary needs")
-    pairs = [tuple(merge.split(" ")) for merge in vocabulary.merges]
-    if pairs and set(map(len, pairs)) != {2}:
-        i = next(i for i, pair in enumerate(pairs) if len(pair) != 2)
-        raise GgufError(f"key {GROUP}merges: item {i}, {vocabulary.merges[i][:80]!r}, is not two tokens and a blank")
+    try:
+        pairs = [(left, right) for left, right in (merge.split(" ") for merge in vocabulary.merges)]
+    except ValueError:
+        i = next(i for i, merge in enumerate(vocabulary.merges) if merge.count(" ") != 1)
+        raise GgufError(
+            f"key {GROUP}merges: item {i}, {vocabulary.merges[i][:80]!r}, is not two tokens and a blank"
+        ) from None
     try:
         return BPE(vocab=spellings, merges=pairs, ignore_merges=whole_words)
     except Exception:  # the library raises nothing more precise when a merge needs a token that is not there
         return BPE(vocab=spellings, merges=_reachable(pairs, vocabulary, spellings), ignore_merges=whole_words)
 
 
-def _reachable(pairs: list[tuple[str, ...]], vocabulary: Vocabulary, spellings: dict[str, int]) -> list[tuple[str, ...]]:
+def _reachable(
+    pairs: list[tuple[str, str]], vocabulary: Vocabulary, spellings: dict[str, int]
+) -> list[tuple[str, str]]:
     """`pairs` less those that take or make a control token; GgufError when one needs a token that does not exist."""
-    special: Sequence[int] = vocabulary.ids_of(TokenType.CONTROL, TokenType.UNKNOWN)
-    known = spellings.keys() | {vocabulary.tokens[i] for i in special}
+    special = {vocabulary.tokens[i] for i in vocabulary.ids_of(TokenType.CONTROL, TokenType.UNKNOWN)}
+    known = spellings.keys() | special
     for i, (left, right) in enumerate(pairs):
         for text in (left, right, left + right):
             if text not in known:

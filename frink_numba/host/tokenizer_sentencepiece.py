@@ -1,9 +1,9 @@
 """SentencePiece BPE (tokenizer.ggml.model "llama"): ordinary text to ids, and ids to bytes.
 
 Blanks are spelled U+2581; a text begins with one that is not its own. Neighbours merge into the token of the highest
-score, again and again; characters that are no token fall back to the tokens of their bytes. The tokenizers library does
-the merging: each way to cut a token into two others is a merge, and the tokens' scores are their order. Source: Kudo and
-Richardson, "SentencePiece" (2018), and its bpe_model; the tests hold the ids against that library.
+score, again and again; characters that are no token fall back to the tokens of their bytes. The tokenizers library
+does the merging: each way to cut a token into two others is a merge, and the tokens' scores are their order. Source:
+Kudo and Richardson, "SentencePiece" (2018), and that library, against which the tests hold the ids.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class SentencePieceText:
                 raise GgufError(
                     f"key {GROUP}tokens: token {i} is a byte, but is spelled {vocabulary.tokens[i][:80]!r}, not <0x41>"
                 )
-        # Control tokens are kept out, so that no text can produce one by merging.
-        spellings = vocabulary.spellings(TokenType.CONTROL, TokenType.UNKNOWN)
+        spellings = vocabulary.text_spellings()
+        merges = _merges(vocabulary, spellings)
         unknown = _NO_SUCH_TOKEN
         if vocabulary.unknown_id is not None:
             unknown = vocabulary.tokens[vocabulary.unknown_id]
@@ -47,7 +47,7 @@ class SentencePieceText:
         self._engine = Tokenizer(
             models.BPE(
                 vocab=spellings,
-                merges=_merges(vocabulary),
+                merges=merges,
                 unk_token=unknown,
                 fuse_unk=True,
                 byte_fallback=True,
@@ -86,18 +86,18 @@ def _normalizer(space_prefix: bool, squeeze: bool) -> Normalizer:
     return normalizers.Sequence([*steps, normalizers.Replace(" ", BLANK)])
 
 
-def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+def _merges(vocabulary: Vocabulary, spellings: dict[str, int]) -> list[tuple[str, str]]:
     """Every cut of a token into two others, best score first; of equal scores the longer left part comes first."""
     if vocabulary.scores is None:
         raise GgufError(f"key {GROUP}scores is missing, which a SentencePiece vocabulary needs")
-    parts = vocabulary.spellings(TokenType.CONTROL, TokenType.UNKNOWN, TokenType.BYTE)
-    lengths = sorted(set(map(len, parts)))
-    order = np.argsort(-vocabulary.scores, kind="stable").tolist()
-    ranked = [text for i in order if parts.get(text := vocabulary.tokens[i]) == i]
+    parts = spellings.keys() - {vocabulary.tokens[i] for i in vocabulary.ids_of(TokenType.BYTE)}
     # Only lengths that occur are tried: a token of a million letters must not cost a million cuts.
+    lengths = sorted(set(map(len, parts)), reverse=True)
+    ranked = [vocabulary.tokens[i] for i in np.argsort(-vocabulary.scores, kind="stable").tolist()]
     return [
         (text[:cut], text[cut:])
         for text in ranked
-        for cut in reversed(lengths)
+        if text in parts
+        for cut in lengths
         if cut < len(text) and text[:cut] in parts and text[cut:] in parts
     ]

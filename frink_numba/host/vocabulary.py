@@ -6,7 +6,7 @@ since it may change the ids.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -109,18 +109,22 @@ class Vocabulary:
         """The ids of the tokens of these types, ascending."""
         return [int(i) for i in np.flatnonzero(np.isin(self.types, types))]
 
-    def spellings(self, *without: TokenType) -> dict[str, int]:
-        """Token text -> id, less the types named, empty texts and texts that are not valid UTF-8.
+    def spellings(self, ids: Iterable[int]) -> dict[str, int]:
+        """Token text -> id for `ids`, less empty texts and texts that are not valid UTF-8.
 
         GgufError when two of the tokens have the same text: which of them a text means would be a guess.
         """
-        left_out = set(self.ids_of(*without)) | self.raw.keys()
-        wanted = [(text, i) for i, text in enumerate(self.tokens) if text and i not in left_out]
+        wanted = [(text, i) for i in ids if (text := self.tokens[i]) and i not in self.raw]
         found = dict(wanted)
         if len(found) != len(wanted):
             text, i = next((text, i) for text, i in wanted if found[text] != i)
             raise GgufError(f"key {GROUP}tokens: tokens {i} and {found[text]} are both spelled {text[:80]!r}")
         return found
+
+    def text_spellings(self) -> dict[str, int]:
+        """`spellings` of all that text may become: not of control tokens, so that no text can produce one."""
+        special = np.isin(self.types, (TokenType.CONTROL, TokenType.UNKNOWN))
+        return self.spellings(np.flatnonzero(~special).tolist())
 
 
 def _guessed_types(count: int, ids: Mapping[str, int | None]) -> np.ndarray:

@@ -1,0 +1,222 @@
+"""What a chat template may do with text and lists, each paid for from the budget of its rendering.
+
+A budget has steps (loop rounds, calls, nested containers), characters or items that are made, and a deadline. Filters
+that could make much out of little say beforehand how much it will be.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from datetime import datetime
+from functools import wraps
+from typing import Any
+
+from jinja2 import Environment, TemplateError, Undefined, filters, pass_environment
+from jinja2.sandbox import SecurityError
+
+MAX_STEPS = 1_000_000
+MAX_CHARACTERS = 1 << 26
+MAX_SECONDS = 20.0
+
+# jinja's own filters that make no more than they take.
+_MODEST = (
+    *("abs", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "groupby", "int"),
+    *("items", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "reverse", "safe"),
+    *("select", "selectattr", "sort", "title", "trim", "unique", "upper"),
+)
+
+
+class Refused(TemplateError):
+    """The template called `raise_exception`."""
+
+
+class Budget:
+    """What one rendering may still do; SecurityError when it is spent."""
+
+    def __init__(self) -> None:
+        self._steps = MAX_STEPS
+        self._characters = MAX_CHARACTERS
+        self._deadline = time.monotonic() + MAX_SECONDS
+
+    def step(self) -> None:
+        """Pay for one loop round or call."""
+        self._steps -= 1
+        if self._steps < 0:
+            raise SecurityError(f"it takes more than {MAX_STEPS:,} steps")
+        if time.monotonic() > self._deadline:
+            raise SecurityError(f"it takes more than {MAX_SECONDS:g} seconds")
+
+    def charge(self, size: int) -> None:
+        """Pay for `size` characters or items, before they are made where that is possible."""
+        self._characters -= size
+        if self._characters < 0:
+            raise SecurityError(f"it makes more than {MAX_CHARACTERS:,} characters of text")
+
+
+current: ContextVar[Budget] = ContextVar("budget")
+
+
+def concat(parts: Iterable[str]) -> str:
+    """Joins what a block, a macro or the template wrote."""
+    charge = current.get().charge
+    kept = []
+    for part in parts:
+        charge(len(part))
+        kept.append(part)
+    return "".join(kept)
+
+
+def joined(parts: Sequence[Any]) -> str:
+    """The operator `~`."""
+    return concat([_text(part) for part in parts])
+
+
+def shown(value: Any) -> Any:
+    """What an output expression prints: text and numbers as they are, containers only within the budget."""
+    return value if isinstance(value, str | int | float | Undefined | None) else _text(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str | int | float | Undefined | None):
+        _charge_deep(value, 0)
+    return str(value)
+
+
+def _charge_deep(value: Any, per_item: int) -> None:
+    """Charge what a written form of nested plain data takes at most, item by item; SecurityError for other objects."""
+    charge = current.get().charge
+    if isinstance(value, str):
+        charge(10 * len(value))  # each character may be escaped as \U0001F600
+    elif isinstance(value, Mapping):
+        charge(per_item + 2)
+        for key, item in value.items():
+            _charge_deep(key, per_item)
+            _charge_deep(item, per_item)
+    elif isinstance(value, list | tuple):
+        charge(per_item + 2)
+        for item in value:
+            _charge_deep(item, per_item)
+    elif value is None or isinstance(value, int | float | Undefined):
+        charge(per_item + 24)
+    else:
+        raise SecurityError(f"it writes out a {type(value).__name__}")
+
+
+def weighed(value: Any) -> Any:
+    """Pay a step for each container in `value`, counted anew wherever it is shared.
+
+    Without it, `[x, x]` forty times over would be a small object that takes for ever to compare.
+    """
+    budget, left = current.get(), [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, dict | list | tuple):
+            budget.step()
+            budget.charge(len(item))
+            left += item.values() if isinstance(item, dict) else item
+    return value
+
+
+@pass_environment
+def _join(environment: Environment, value: Iterable[Any], d: str = "", attribute: str | None = None) -> str:
+    if attribute is not None:
+        value = map(filters.make_attrgetter(environment, attribute), value)
+    d, parts = _text(d), [_text(part) for part in value]
+    charge_join(d, parts)
+    return d.join(parts)
+
+
+def charge_join(separator: str, parts: Sequence[str]) -> None:
+    current.get().charge(len(separator) * len(parts) + sum(map(len, parts)))
+
+
+def _replace(s: Any, old: str, new: str, count: int | None = None) -> str:
+    text, old, new = _text(s), _text(old), _text(new)
+    charge_replace(text, old, new)
+    return text.replace(old, new, -1 if count is None else count)
+
+
+def charge_replace(text: str, old: str, new: str) -> None:
+    current.get().charge(len(text) + text.count(old) * len(new))
+
+
+def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    margin = width if isinstance(width, str) else " " * _small(width, "the width of indent")
+    current.get().charge(len(s) + (len(s.splitlines()) + 1) * len(margin))
+    return filters.do_indent(s, margin, first, blank)
+
+
+def _round(value: float, precision: int = 0, method: Any = "common") -> float:
+    return filters.do_round(value, _small(precision, "the precision of round"), method)
+
+
+def _sum(iterable: Iterable[float], start: float = 0) -> float:
+    total = start
+    for number in iterable:
+        if not isinstance(total, int | float) or not isinstance(number, int | float):
+            raise SecurityError("it sums up what is no number")
+        total += number
+    return total
+
+
+def _tojson(
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as the models' own templates expect it: nothing escaped for HTML."""
+    width = 0 if indent is None else _small(indent, "the indent of tojson")
+    _charge_deep(x, 32 * width + sum(map(len, separators or ())))
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _small(number: int, what: str) -> int:
+    if not isinstance(number, int) or not 0 <= number <= 64:
+        raise SecurityError(f"{what} is not a number from 0 to 64")
+    return number
+
+
+def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that is a step and pays for its result. jinja's marks on `function` are kept."""
+
+    @wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        budget = current.get()
+        budget.step()
+        result = function(*args, **kwargs)
+        if isinstance(result, str | list | tuple):
+            budget.charge(len(result))
+        return result
+
+    return guarded
+
+
+def raise_exception(message: Any) -> None:
+    raise Refused(_text(message))
+
+
+def strftime_now(format: str) -> str:
+    if len(format) > 256:
+        raise SecurityError("the format of strftime_now is longer than 256 characters")
+    return datetime.now().strftime(format)
+
+
+def all_filters() -> dict[str, Callable[..., Any]]:
+    """The filters of a chat template, by name, and two of the sandbox's own: `joined` and `weighed`."""
+    own: dict[str, Callable[..., Any]] = {
+        "indent": _indent,
+        "join": _join,
+        "replace": _replace,
+        "round": _round,
+        "string": _text,
+        "sum": _sum,
+        "tojson": _tojson,
+        "joined": joined,
+    }
+    modest = {name: filters.FILTERS[name] for name in _MODEST}
+    return {name: _guarded(function) for name, function in (modest | own).items()} | {"weighed": weighed}
