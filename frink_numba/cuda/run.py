@@ -117,8 +117,11 @@ class _Run:
         """The host cache's rows before the batch go up into the layer's slot (R11)."""
         work, number = self._work, index % self._n_slots
         slot = self._views[layer.shape].slots[number]
-        if index >= self._n_slots:  # the layer that had the slot before still reads the prefix it found there
+        if index >= self._n_slots:
+            # The layer that had the slot before reads its prefix until its attention is done; its new rows, which lie
+            # elsewhere when its heads are others than this layer's, until they are down.
             self._runtime.wait(work.attended[number], work.uploads)
+            self._runtime.wait(work.rows_down[number], work.uploads)
         for target, rows in ((slot.key_prefix, prefix[0]), (slot.value_prefix, prefix[1])):
             source = np.ascontiguousarray(rows, dtype=np.float32)
             self._kept.append(source)
