@@ -99,11 +99,8 @@ class Tokenizer:
                 ids.append(self._special_ids[part])
             elif part:
                 ids += self._text.encode(part)
-        if self._wanted("BOS", add_bos, self.add_bos, self.bos_id) and (add_bos or ids[:1] != [self.bos_id]):
-            ids.insert(0, operator.index(self.bos_id))  # type: ignore[arg-type]
-        if self._wanted("EOS", add_eos, self.add_eos, self.eos_id) and (add_eos or ids[-1:] != [self.eos_id]):
-            ids.append(operator.index(self.eos_id))  # type: ignore[arg-type]
-        return ids
+        before = _added("BOS", self.bos_id, add_bos, self.add_bos, ids[:1])
+        return before + ids + _added("EOS", self.eos_id, add_eos, self.add_eos, ids[-1:])
 
     def decode(self, ids: Iterable[int], *, special: bool = True) -> str:
         """Text of `ids`; bytes that are not UTF-8 become U+FFFD. `special=False` leaves control tokens out."""
@@ -146,12 +143,6 @@ class Tokenizer:
                 piece = self._text.piece(token)
             self._pieces[token] = piece
         return piece
-
-    @staticmethod
-    def _wanted(name: str, asked: bool | None, rule: bool, token: int | None) -> bool:
-        if asked and token is None:
-            raise TokenizerError(f"this vocabulary has no {name} token to add")
-        return rule if asked is None else asked
 
     @cached_property
     def _types(self) -> list[int]:
@@ -204,6 +195,14 @@ def _check_text(text: str) -> None:
             f"the text has a lone surrogate, U+{ord(text[error.start]):04X}, at character {error.start}; that is no "
             'Unicode text: read or decode it with errors="replace"'
         ) from None
+
+
+def _added(name: str, token: int | None, asked: bool | None, rule: bool, there: list[int]) -> list[int]:
+    """[token] when it is asked for, or when the rule wants it and the text does not have it `there`; else []."""
+    if asked and token is None:
+        raise TokenizerError(f"this vocabulary has no {name} token to add")
+    wanted = rule and there != [token] if asked is None else asked
+    return [token] if wanted and token is not None else []
 
 
 def _matcher(special: Iterable[str]) -> re.Pattern[str] | None:
