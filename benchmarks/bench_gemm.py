@@ -1,0 +1,252 @@
+"""Quantized matrix products against torch.matmul in f16, same shapes, same run.
+
+    python benchmarks/bench_gemm.py --receipt benchmarks/receipts/gemm-h200.json
+    python benchmarks/bench_gemm.py --kinds Q4_K --m 512,2048 --shapes 8b --check
+
+Random data. Launches rotate over copies of weights, activations and results that together exceed the L2 cache several
+times, and are captured in one CUDA graph per contender, so that neither Python nor launch gaps count; graphs of both
+take turns, each replay is timed with events, and the medians are compared. Operands in f16 are given to both: the time
+of the conversion of float32 rows is measured as a row of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from frink_numba.driver import query_driver
+from frink_numba.kernels.gemm import DeviceWeights, Gemms, HalfRows
+from frink_numba.kernels.gemm_pack import PackedMatrix, pack
+from frink_numba.quant import KINDS, QuantMatrix
+from frink_numba.receipt import Row, receipt, write_receipt
+
+# Layer shapes (N, K) of one token's products: Q K V, attention output, gate and up, down.
+SHAPES = {
+    "3b": {"qkv": (5120, 3072), "o": (3072, 3072), "gate+up": (16384, 3072), "down": (3072, 8192)},
+    "8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate+up": (28672, 4096), "down": (4096, 14336)},
+    "70b": {"qkv": (10240, 8192), "o": (8192, 8192), "gate+up": (57344, 8192), "down": (8192, 28672)},
+    "smollm2": {"qkv": (960, 576), "o": (576, 576), "gate+up": (3072, 576), "down": (576, 1536)},
+}
+COPY_CEILING = 4.2e12  # bytes a second: read plus written by a device copy, docs/kernels/gemm.md
+ROTATED_BYTES = 192 << 20  # three times the L2 cache of an H200
+_BASE_ROWS = 512  # rows that are really quantized; more rows repeat them
+
+_SCALE_FIELDS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}  # fmt: skip
+
+
+def random_weights(name: str, rows: int, cols: int, rng: np.random.Generator) -> QuantMatrix:
+    """Random codes and scales of one kind."""
+    kind = KINDS[name]
+    if name == "F16":
+        values = (rng.standard_normal((rows, cols)) * 0.02).astype(np.float16)
+        return QuantMatrix(kind, values.view(np.uint8), rows, cols)
+    raw = rng.integers(0, 256, (rows, cols // kind.block, kind.block_bytes), dtype=np.uint8)
+    for at in _SCALE_FIELDS.get(name, (0,)):
+        d = rng.uniform(0.5, 1.5, raw.shape[:2]) * (2e-4 if kind.block == 256 else 4e-3)
+        raw[..., at : at + 2] = d.astype(np.float16)[..., None].view(np.uint8)
+    return QuantMatrix(kind, raw.reshape(rows, -1), rows, cols)
+
+
+@dataclass
+class Case:
+    label: str
+    kind: str
+    m: int
+    n: int
+    k: int
+
+
+class Bench:
+    """Buffers, products and timing of one device, through torch."""
+
+    def __init__(self, replays: int) -> None:
+        import torch
+
+        self.torch = torch
+        self.replays = replays
+        properties = torch.cuda.get_device_properties(0)
+        self.machine = properties.name
+        torch.zeros(1, device="cuda")
+        self.gemms = Gemms("wgmma", (properties.major, properties.minor), properties.multi_processor_count)
+        self.workspace = torch.zeros(8192 + 256 * 2 * 64 * 256 * 4, dtype=torch.uint8, device="cuda")
+        self._weights: tuple[tuple[str, int], PackedMatrix, Any] | None = None
+
+    def _base(self, kind: str, k: int) -> tuple[PackedMatrix, Any]:
+        """(pack of 512 rows, the same rows dequantized as float64 on the device)."""
+        import gguf
+
+        if self._weights is None or self._weights[0] != (kind, k):
+            matrix = random_weights(kind, _BASE_ROWS, k, np.random.default_rng(k))
+            values = gguf.quants.dequantize(matrix.data, gguf.GGMLQuantizationType(matrix.kind.ggml_id))
+            device = self.torch.from_numpy(values.reshape(_BASE_ROWS, k).astype(np.float64)).cuda()
+            self._weights = ((kind, k), pack([matrix]), device)
+        return self._weights[1], self._weights[2]
+
+    def measure(self, case: Case, *, check: bool, baseline: bool) -> tuple[list[float], list[float] | None, Any]:
+        """(seconds of a product per replay, those of torch, the plan)."""
+        torch = self.torch
+        base, values = self._base(case.kind, case.k)
+        repeats = -(-case.n // _BASE_ROWS)
+        slabs = -(-case.n // 64)
+        bytes_packed = base.kind.slab_bytes(case.k) * slabs
+        per_copy = bytes_packed + 2 * case.m * case.k + 4 * case.m * case.n
+        copies = max(2, min(64, math.ceil(ROTATED_BYTES / per_copy)))
+        if copies * per_copy > 40 << 30:
+            copies = 2
+        data = torch.from_numpy(base.data).cuda().view(_BASE_ROWS // 64, -1).repeat(repeats, 1)[:slabs].contiguous()
+        data = data.view(1, -1).repeat(copies, 1)
+        row_scale = torch.from_numpy(base.row_scale).cuda().repeat(repeats)[: slabs * 64].contiguous()
+        x = torch.randn(copies, case.m, case.k, device="cuda", dtype=torch.float32)
+        filled = -(-case.m // 256) * 256
+        half = torch.empty(copies, case.m, case.k, device="cuda", dtype=torch.float16)
+        scale, norm = (torch.empty(copies, filled, device="cuda") for _ in range(2))
+        out = torch.full((copies, case.m, case.n), float("nan"), device="cuda")
+        maps = torch.empty(copies, 256, dtype=torch.uint8, device="cuda")
+        launches = []
+        stream = torch.cuda.current_stream().cuda_stream
+        plan = None
+        for i in range(copies):
+            weights = DeviceWeights(
+                base.kind.name, case.n, case.k, False, base.norm_bounds, data[i].data_ptr(), row_scale.data_ptr()
+            )
+            product = self.gemms.product(weights, case.m)
+            plan = product.plan
+            rows = HalfRows(half[i].data_ptr(), scale[i].data_ptr(), norm[i].data_ptr())
+            self.gemms.half_rows(x[i].data_ptr(), case.m, case.k, rows)(stream)
+            maps[i].copy_(torch.frombuffer(bytearray(product.maps(rows, out[i].data_ptr())), dtype=torch.uint8))
+            if product.workspace > self.workspace.numel():
+                raise RuntimeError(f"the workspace needs {product.workspace} bytes")
+            launches.append(product.bind(weights, rows, maps[i].data_ptr(), self.workspace.data_ptr()))
+        for launch in launches:
+            launch(stream)
+        torch.cuda.synchronize()
+        if check:
+            self._check(case, x, out, values, copies)
+        graph = self._capture(lambda: [launch(torch.cuda.current_stream().cuda_stream) for launch in launches])
+        other = None
+        if baseline:
+            dense = values.half().repeat(repeats, 1)[: case.n].contiguous()
+            dense_copies = max(2, min(copies, math.ceil(ROTATED_BYTES / (dense.nbytes + per_copy - bytes_packed))))
+            dense = dense[None].repeat(dense_copies, 1, 1)
+            x16 = x.half()
+            results = [torch.empty(case.m, case.n, device="cuda", dtype=torch.float16) for _ in range(copies)]
+
+            def multiply() -> None:
+                for i in range(copies):
+                    torch.matmul(x16[i], dense[i % dense_copies].T, out=results[i])
+
+            multiply()
+            torch.cuda.synchronize()
+            other = self._capture(multiply)
+        ours, theirs = self._time(graph, other, copies)
+        return ours, theirs, plan
+
+    def _check(self, case: Case, x: Any, out: Any, values: Any, copies: int) -> None:
+        torch = self.torch
+        picked = torch.randperm(case.m, device="cuda")[:64]
+        for i in (0, copies - 1):
+            reference = x[i][picked].double() @ values.T
+            reference = reference.repeat(1, -(-case.n // _BASE_ROWS))[:, : case.n]
+            got = out[i][picked].double()
+            error = ((got - reference).norm() / reference.norm()).item()
+            if not error < 2e-3 or torch.isnan(out[i]).any().item():
+                raise RuntimeError(f"{case}: relative error {error}, not a number: {torch.isnan(out[i]).sum().item()}")
+
+    def _capture(self, run: Any) -> Any:
+        torch = self.torch
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        return graph
+
+    def _time(self, ours: Any, theirs: Any, copies: int) -> tuple[list[float], list[float] | None]:
+        torch = self.torch
+        contenders = [ours] if theirs is None else [ours, theirs]
+        samples: list[list[float]] = [[] for _ in contenders]
+        for contender in contenders:
+            contender.replay()
+        for _ in range(self.replays):
+            for graph, into in zip(contenders, samples, strict=True):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                into.append(start.elapsed_time(end) / 1e3 / copies)
+        return samples[0], samples[1] if theirs is not None else None
+
+
+def median(values: list[float]) -> float:
+    return float(np.median(values))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", default="F16,Q4_0,Q4_1,Q4_K,Q5_K,Q6_K,Q8_0")
+    parser.add_argument("--m", default="16,64,512,2048,8192")
+    parser.add_argument("--shapes", default="smollm2,3b,8b,70b")
+    parser.add_argument("--replays", type=int, default=9)
+    parser.add_argument("--no-baseline", action="store_true")
+    parser.add_argument("--check", action="store_true", help="compare with float64 first")
+    parser.add_argument("--receipt", type=Path, help="write the figures here")
+    arguments = parser.parse_args()
+
+    bench = Bench(arguments.replays)
+    rows: list[Row] = []
+    ratios: dict[tuple[str, int], list[float]] = {}
+    for model in arguments.shapes.split(","):
+        for part, (n, k) in SHAPES[model].items():
+            for kind in arguments.kinds.split(","):
+                if k % KINDS[kind].block:
+                    continue
+                for m in (int(text) for text in arguments.m.split(",")):
+                    case = Case(f"{model} {part} {kind} M={m} N={n} K={k}", kind, m, n, k)
+                    ours, theirs, plan = bench.measure(case, check=arguments.check, baseline=not arguments.no_baseline)
+                    work = 2e-12 * m * n * k
+                    stored = n * k * KINDS[kind].block_bytes / KINDS[kind].block
+                    baseline_value = work / median(theirs) if theirs else None
+                    rows.append(
+                        Row.from_samples(
+                            case.label,
+                            "TFLOP/s",
+                            [work / s for s in ours],
+                            "cuda",
+                            tier="wgmma",
+                            baseline="torch.matmul f16" if theirs else None,
+                            baseline_value=baseline_value,
+                        )
+                    )
+                    if m <= 64:
+                        rows.append(
+                            Row.from_samples(
+                                case.label, "weights TB/s", [stored / s / 1e12 for s in ours], "cuda", tier="wgmma"
+                            )
+                        )
+                    ratio = median(theirs) / median(ours) if theirs else float("nan")
+                    ratios.setdefault((kind, m), []).append(ratio)
+                    print(
+                        f"{case.label:48} {median(ours) * 1e6:8.1f} us {work / median(ours):6.0f} TFLOP/s  ratio "
+                        f"{ratio:5.2f}  {stored / median(ours) / 1e12:5.2f} TB/s  T={plan.tokens} "
+                        f"blocks={plan.blocks} split={plan.split_tiles} predicted {plan.clocks / 1755:.0f} us",
+                        flush=True,
+                    )
+    for (kind, m), values in sorted(ratios.items()):
+        print(f"{kind} M={m}: ratio least {min(values):.2f}, geometric mean {math.exp(np.log(values).mean()):.2f}")
+    if arguments.receipt:
+        import torch
+
+        driver = query_driver().version
+        document = receipt("gemm", " ".join(["python", *sys.argv]), rows, machine=bench.machine, driver=driver)
+        document["versions"]["torch"] = torch.__version__
+        write_receipt(arguments.receipt, document)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,259 @@
+"""From accumulators to memory: what the tensor-core GEMMs do with a finished tile of 64 weight rows x T tokens.
+
+A thread's accumulators 4j .. 4j+3 are (row g, tokens 8j+2t, 8j+2t+1) and (row g+8, the same tokens): transposed against the
+row-major result. They pass through shared memory in chunks of 32 tokens, swizzled so that no bank is hit twice, and the
+copy engine writes boxes of the result from there: coalesced, clipped at the result's edges, and for a residual as
+`add`. Two chunks alternate, so that the copies overlap the arithmetic.
+
+    value = acc * row_scale[n] * token_scale[m] + bias[n]                       (plain)
+    value = act(gate) * up, both as above without bias                           (gated: rows g are gate, g + 8 are up)
+
+An f16 result is written as value / out_scale[m], where out_scale is the power of two that keeps the largest possible value
+under 2**15: |value| <= (norm * c2 + c1) * norm + c0 with the 2-norm of the token's input row. The bound is loose, which
+costs nothing: f16 loses accuracy only 2**29 below the top.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from frink_numba.kernels.ptx import Emitter, Register, emitted
+
+CHUNK = 32  # tokens staged at a time
+
+GATES = ("", "swiglu", "geglu")
+
+
+@dataclass(frozen=True, slots=True)
+class Epilogue:
+    """gate: "", "swiglu" or "geglu" (tanh form); half: f16 result with a power of two per token, else float32."""
+
+    gate: str = ""
+    half: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Result columns of a slab of 64 weight rows."""
+        return 32 if self.gate else 64
+
+    @property
+    def item(self) -> int:
+        return 2 if self.half else 4
+
+    @property
+    def box_columns(self) -> int:
+        """Columns of one box of the result's tensor map: at most 128 bytes."""
+        return min(self.columns, 128 // self.item)
+
+    @property
+    def swizzle(self) -> int:
+        """Bytes of the swizzle pattern of a box: 64 or 128."""
+        return self.box_columns * self.item
+
+    def chunk_tokens(self, tokens: int) -> int:
+        return min(CHUNK, tokens)
+
+    def buffer_size(self, tokens: int) -> int:
+        """Bytes of one staging buffer of one warp group, a multiple of 1024."""
+        return max(1024, self.chunk_tokens(tokens) * self.columns * self.item)
+
+
+def _activate(e: Emitter, gate: str, g: Register) -> Register:
+    """silu(g), or GELU in its tanh form: both are g * sigmoid(z)."""
+    if gate == "swiglu":
+        z = g
+    else:
+        z = g * 1.5957691216057308 + g * g * g * 0.07135481627260025  # 2 sqrt(2/pi) (g + 0.044715 g^3)
+    power = e.asm("ex2.approx.ftz.f32 $0, $1;", "f32", [z * -1.4426950408889634], pure=True)
+    return g * e.asm("rcp.approx.ftz.f32 $0, $1;", "f32", [power + 1.0], pure=True)
+
+
+def _pair_scales(e: Emitter, pointer: Register, token: int, t: Register) -> Any:
+    """The float32 of tokens token + 2t and token + 2t + 1."""
+    return e.asm("ld.global.v2.f32 {$0,$1}, [$2];", "f32x2", [pointer + 4 * token + e.widen(t << 3)])
+
+
+def _out_scales(e: Emitter, norm: Register, bounds: Sequence[Register]) -> tuple[Register, Register]:
+    """(1 / out_scale, out_scale) of a token as float32, both powers of two."""
+    c2, c1, c0 = bounds
+    bits = e.float_bits((norm * c2 + c1) * norm + c0)
+    # Biased exponent of a power of two at least the bound, kept where both results are normal numbers.
+    exponent = (bits >> 23) + 1
+    exponent = e.asm("min.u32 $0, $1, $2;", "u32", [exponent, e.constant("u32", 250)], pure=True)
+    exponent = e.asm("max.u32 $0, $1, $2;", "u32", [exponent, e.constant("u32", 17)], pure=True)
+    inverse = (e.constant("u32", 254 + 15) - exponent) << 23
+    return tuple(e.asm("mov.b32 $0, $1;", "f32", [b], pure=True) for b in (inverse, (exponent - 15) << 23))  # type: ignore[return-value]
+
+
+@functools.cache
+def store_tile(tokens: int, epilogue: Epilogue) -> Any:
+    """The op store(acc, thread, barrier, staging, map, column, token, scale_a, scale_b, bias_a, bias_b, token_scale,
+    token_norm, out_scale, c2, c1, c0, add).
+
+    `thread` counts in the warp group, `barrier` is its named barrier, `staging` its two buffers; `column` and `token` are
+    the tile's corner in the result; scale and bias those of rows g and g + 8; the three pointers are those of the
+    tile's first token. `out_scale` is 0 where another tile writes it.
+    """
+    count = tokens // 2
+    size = epilogue.buffer_size(tokens)
+    per_chunk = epilogue.chunk_tokens(tokens)
+
+    @emitted(
+        None, f"f32x{count}", "u32", "u32", "u32", "u64", "u32", "u32", "f32", "f32", "f32", "f32", "u64", "u64", "u64",
+        "f32", "f32", "f32", "u32",
+    )  # fmt: skip
+    def store(
+        e: Emitter,
+        acc: list[Register],
+        thread: Register,
+        barrier: Register,
+        staging: Register,
+        tensor_map: Register,
+        column: Register,
+        token: Register,
+        scale_a: Register,
+        scale_b: Register,
+        bias_a: Register,
+        bias_b: Register,
+        token_scale: Register,
+        token_norm: Register,
+        out_scale: Register,
+        c2: Register,
+        c1: Register,
+        c0: Register,
+        add: Register,
+    ) -> None:
+        lane, warp = thread & 31, thread >> 5
+        g, t = lane >> 2, lane & 3
+        leader = _equal(e, thread, 0)
+        for chunk in range(tokens // per_chunk):
+            buffer = staging + size * (chunk % 2)
+            with e.when(leader):
+                e.asm("cp.async.bulk.wait_group.read 1;", None, [])
+            e.asm("bar.sync $0, 128;", None, [barrier])
+            results = []  # per block of 8 tokens: rows of [token 2t, token 2t + 1]
+            for j in range(chunk * per_chunk // 8, (chunk + 1) * per_chunk // 8):
+                scales = _pair_scales(e, token_scale, 8 * j, t)
+                a = [acc[4 * j + v] * scale_a * scales[v] for v in range(2)]
+                b = [acc[4 * j + 2 + v] * scale_b * scales[v] for v in range(2)]
+                if epilogue.gate:
+                    rows = [[_activate(e, epilogue.gate, a[v]) * b[v] for v in range(2)]]
+                else:
+                    rows = [[x + bias_a for x in a], [x + bias_b for x in b]]
+                if epilogue.half:
+                    norms = _pair_scales(e, token_norm, 8 * j, t)
+                    both = [_out_scales(e, norm, (c2, c1, c0)) for norm in norms]
+                    rows = [[row[v] * both[v][0] for v in range(2)] for row in rows]
+                    with e.when(out_scale):
+                        address = out_scale + 32 * j + e.widen(t << 3)
+                        e.asm("st.global.v2.f32 [$0], {$1,$2};", None, [address, both[0][1], both[1][1]])
+                results.append(rows)
+            if epilogue.half:
+                _stage_half(e, epilogue, results, buffer, warp, lane)
+            else:
+                _stage_float(e, epilogue, results, buffer, warp, g, t)
+            e.asm("fence.proxy.async.shared::cta;", None, [])
+            e.asm("bar.sync $0, 128;", None, [barrier])
+            with e.when(leader):
+                _copy_out(e, epilogue, per_chunk, buffer, tensor_map, column, token + chunk * per_chunk, add)
+
+    return store
+
+
+def _equal(e: Emitter, a: Register, value: int) -> Register:
+    return Register(e, "u32", e.builder.zext(e.builder.icmp_unsigned("==", a.value, a._other(value)), a.value.type))
+
+
+def _stage_float(
+    e: Emitter, epilogue: Epilogue, results: list[Any], buffer: Register, warp: Register, g: Register, t: Register
+) -> None:
+    """float32 into boxes of 32 columns x chunk tokens: 16-byte piece c of token row r goes to c ^ (r & 7)."""
+    tokens = 8 * len(results)
+    for j, rows in enumerate(results):
+        for h, row in enumerate(rows):
+            if epilogue.gate:
+                n = (warp << 3) + g
+                box = e.constant("u32", 0)
+            else:
+                n = ((warp & 1) << 4) + 8 * h + g if h else ((warp & 1) << 4) + g
+                box = warp >> 1
+            for v in range(2):
+                r = (t << 1) + v
+                piece = (n >> 2) ^ r  # tokens of a chunk start at multiples of 8
+                address = buffer + box * (tokens * 128) + (r + 8 * j) * 128 + (piece << 4) + ((n & 3) << 2)
+                e.asm("st.shared.f32 [$0], $1;", None, [address, row[v]])
+
+
+def _stage_half(
+    e: Emitter, epilogue: Epilogue, results: list[Any], buffer: Register, warp: Register, lane: Register
+) -> None:
+    """f16 by `stmatrix.trans`: lanes 8i .. 8i+7 give the addresses of the eight token rows of block i."""
+    blocks = len(results)
+    r, matrix = lane & 7, (lane >> 3) & (blocks - 1)
+    for h in range(len(results[0])):
+        words = [e.asm("cvt.rn.f16x2.f32 $0, $2, $1;", "u32", [*rows[h]], pure=True) for rows in results]
+        token = (matrix << 3) + r
+        if epilogue.gate:
+            address = buffer + token * 64 + ((warp ^ ((r >> 1) & 3)) << 4)
+        else:
+            address = buffer + token * 128 + ((((warp << 1) + h) ^ r) << 4)
+        names = ",".join(f"${i + 1}" for i in range(blocks))
+        e.asm(f"stmatrix.sync.aligned.m8n8.x{blocks}.trans.shared.b16 [$0], {{{names}}};", None, [address, *words])
+
+
+def _copy_out(
+    e: Emitter,
+    epilogue: Epilogue,
+    tokens: int,
+    buffer: Register,
+    tensor_map: Register,
+    column: Register,
+    token: Register,
+    add: Register,
+) -> None:
+    boxes = epilogue.columns // epilogue.box_columns
+    for box in range(boxes):
+        arguments = [
+            tensor_map,
+            column + epilogue.box_columns * box,
+            token,
+            buffer + box * tokens * epilogue.swizzle,
+        ]
+        if epilogue.half or epilogue.gate:
+            e.asm("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [$0, {$1, $2}], [$3];", None, arguments)
+        else:
+            e.asm(
+                "{\n.reg .pred p;\nsetp.ne.u32 p, $4, 0;\n"
+                "@p cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [$0, {$1, $2}], [$3];\n"
+                "@!p cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [$0, {$1, $2}], [$3];\n}",
+                None,
+                [*arguments, add],
+            )
+    e.asm("cp.async.bulk.commit_group;", None, [])
+
+
+@functools.cache
+def partial_ops(tokens: int) -> tuple[Any, Any]:
+    """(write(acc, address, thread), add(acc, address, thread) -> acc): a tile's sums in the workspace, 16 bytes a thread."""
+    count = tokens // 2
+
+    @emitted(None, f"f32x{count}", "u64", "u32")
+    def write(e: Emitter, acc: list[Register], address: Register, thread: Register) -> None:
+        address = address + e.widen(thread << 4)
+        for i in range(count // 4):
+            e.asm("st.global.v4.f32 [$0], {$1,$2,$3,$4};", None, [address + 2048 * i, *acc[4 * i : 4 * i + 4]])
+
+    @emitted(f"f32x{count}", f"f32x{count}", "u64", "u32")
+    def add(e: Emitter, acc: list[Register], address: Register, thread: Register) -> list[Register]:
+        address = address + e.widen(thread << 4)
+        out = []
+        for i in range(count // 4):
+            # Past the first-level cache, which other multiprocessors' stores do not reach.
+            part = e.asm("ld.global.cg.v4.f32 {$0,$1,$2,$3}, [$4];", "f32x4", [address + 2048 * i])
+            out += [acc[4 * i + k] + part[k] for k in range(4)]
+        return out
+
+    return write, add

@@ -1,0 +1,347 @@
+"""The `wgmma` tier: quantized W times f16 tokens on Hopper's tensor cores, one persistent kernel (sm_90a).
+
+    y[M, N] = x[M, K] W[N, K]^T
+
+Three warp groups share a block. Group 0 is the producer: one thread of it keeps a ring of stages full with bulk copies.
+Groups 1 and 2 are consumers, each with its slab of 64 weight rows against the same tokens: they turn the codes of a step
+(64 columns) into f16 operands in registers while the tensor cores still work on the step before, and release a
+stage once per warp. A stage holds the tokens' tile [T, 64] f16, 128-byte swizzled, and both slabs' bytes of the step.
+
+Blocks are persistent (one per multiprocessor). The first `split_tiles` tiles are cut, along K too, into equal
+ranges of groups of four steps, one range a block; the remaining tiles go to the blocks whole. A block whose range begins
+inside a tile writes its sums to the workspace; the block that has the tile's first group adds them up, in the blocks'
+order, so that results repeat bit by bit. Flags in the workspace are back at zero at the end.
+
+Registers: the accumulators take T/2, two sets of 16 fragments alternate. See `gemm_emit.keep` for the hazard that decides
+the shape of the main loop, and docs/kernels/gemm.md for the picture.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from frink_numba.kernels.gemm_epilogue import Epilogue
+from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, FragmentKind
+
+THREADS = 384
+SHARED_LIMIT = 232448  # bytes a block may use on sm_90
+FLAG_BYTES = 8192  # the workspace's flags: two for each block
+_MOST_STAGES = 16
+
+ARGUMENTS = (
+    # name, type
+    ("x_map", "u64"),  # tensor map of the tokens, in device memory
+    ("out_map", "u64"),
+    ("weights", "u64"),
+    ("row_scale", "u64"),
+    ("token_scale", "u64"),  # float32, as many as the token tiles cover
+    ("bias", "u64"),  # float32 [slabs * 64], or 0
+    ("token_norm", "u64"),  # f16 results only, else 0
+    ("out_scale", "u64"),  # f16 results only, else 0
+    ("workspace", "u64"),  # FLAG_BYTES of zeros, then the sums of each block
+    ("c2", "f32"),
+    ("c1", "f32"),
+    ("c0", "f32"),
+    ("token_tiles", "u32"),
+    ("slabs", "u32"),
+    ("steps", "u32"),
+    ("swath", "u32"),  # token tiles that are walked through together, for the L2 cache
+    ("split_tiles", "u32"),
+    ("add", "u32"),  # add to the result instead of writing it (float32, not gated)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WgmmaGemm:
+    """One compiled variant: the kind of the weights, T tokens a tile, and the epilogue."""
+
+    kind: str
+    tokens: int
+    epilogue: Epilogue = Epilogue()
+
+    @property
+    def row(self) -> FragmentKind:
+        return FRAGMENT_KINDS[self.kind]
+
+    @property
+    def slot(self) -> int:
+        """Bytes of one slab's step in a stage: room for the header, then the step."""
+        return -(-(self.row.header_size + self.row.step_size) // 128) * 128
+
+    @property
+    def stage(self) -> int:
+        return self.tokens * 128 + 2 * self.slot
+
+    @property
+    def stages(self) -> int:
+        free = SHARED_LIMIT - 1024 - 4 * self.epilogue.buffer_size(self.tokens) - 16 * _MOST_STAGES
+        return min(_MOST_STAGES, free // self.stage)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory: alignment, tokens, staging, weights, barriers."""
+        return 1024 + 4 * self.epilogue.buffer_size(self.tokens) + self.stages * self.stage + 16 * self.stages
+
+    @property
+    def partial(self) -> int:
+        """Bytes of a block's sums in the workspace."""
+        return 2 * 64 * self.tokens * 4
+
+    def workspace(self, blocks: int) -> int:
+        return FLAG_BYTES + blocks * self.partial
+
+
+@functools.cache
+def build(gemm: WgmmaGemm) -> Any:
+    """The kernel as a Python function for numba, and its signature."""
+    from numba import cuda, types
+
+    from frink_numba.kernels.gemm_emit import (
+        fragment_ops,
+        keep,
+        locate,
+        multiply_step,
+        next_segment,
+        range_start,
+        wait_multiplied,
+        wait_one_pending,
+        zeros,
+    )
+    from frink_numba.kernels.gemm_epilogue import partial_ops, store_tile
+    from frink_numba.kernels.instructions import (
+        bulk_load,
+        bulk_wait_all,
+        fence_barrier_init,
+        load_acquire,
+        load_float,
+        mbarrier_arrive,
+        mbarrier_expect,
+        mbarrier_init,
+        mbarrier_wait,
+        named_barrier,
+        set_registers,
+        store_release,
+        tma_load_2d,
+    )
+    from frink_numba.kernels.ptx import numba_type, shared_address
+
+    kind = gemm.row
+    TOKENS, STAGES, SLOT = gemm.tokens, gemm.stages, gemm.slot
+    X_STAGE, W_STAGE = TOKENS * 128, 2 * SLOT
+    HEADER, STEP, RECORD, PER_RECORD = kind.header_size, kind.step_size, kind.record_size, kind.group_steps
+    BUFFER = gemm.epilogue.buffer_size(TOKENS)
+    COLUMNS = gemm.epilogue.columns
+    PARTIAL = gemm.partial // 2
+    HALF = gemm.epilogue.half
+    TAIL = PER_RECORD == 1
+    STAGING_AT = STAGES * X_STAGE
+    WEIGHTS_AT = STAGING_AT + 4 * BUFFER
+    BARRIERS_AT = WEIGHTS_AT + STAGES * W_STAGE
+    # K-major operand, 128-byte swizzle, rows of 128 bytes, groups of eight rows 1024 bytes apart.
+    DESCRIPTOR = (1 << 62) | (64 << 32) | (1 << 16)
+
+    header, (fragments0, fragments1, fragments2, fragments3) = fragment_ops(gemm.kind)
+    multiply, wait_all, no_sums = multiply_step(TOKENS), wait_multiplied(TOKENS), zeros(TOKENS // 2)
+    write_partial, add_partial = partial_ops(TOKENS)
+    store = store_tile(TOKENS, gemm.epilogue)
+    fewer_registers, more_registers = set_registers(24, more=False), set_registers(240, more=True)
+    u32, u64, f32 = types.uint32, types.uint64, types.float32
+
+    def gemm_wgmma(
+        x_map, out_map, weights, row_scale, token_scale, bias, token_norm, out_scale, workspace, c2, c1, c0, token_tiles,
+        slabs, steps, swath, split_tiles, add,
+    ):  # fmt: skip
+        shared = cuda.shared.array(0, types.uint8)
+        base = (shared_address(shared) + u32(1023)) & u32(0xFFFFFC00)
+        full = u32(base + u32(BARRIERS_AT))
+        empty = u32(full + u32(8 * STAGES))
+        thread = u32(cuda.threadIdx.x)
+        group = thread >> u32(7)
+        block = u32(cuda.blockIdx.x)
+        blocks = u32(cuda.gridDim.x)
+        pairs = u32((slabs + u32(1)) >> u32(1))
+        tiles = u32(token_tiles * pairs)
+        groups = u32((steps + u32(3)) >> u32(2))
+        slab_bytes = u64(steps >> u32(PER_RECORD >> 1)) * u64(RECORD)
+        if thread == 0:
+            for s in range(STAGES):
+                mbarrier_init(full + u32(8 * s), u32(1))
+                mbarrier_init(empty + u32(8 * s), u32(8))
+            fence_barrier_init()
+        cuda.syncthreads()
+
+        split = u32(split_tiles * groups)
+        first = range_start(block, split, blocks)
+        last = range_start(block + u32(1), split, blocks)
+        whole = u32(split_tiles + block)
+        stage = u32(0)
+        phase = u32(0)
+        if group == 0:
+            fewer_registers()
+            if thread == 0:
+                while first < last or whole < tiles:
+                    tile, g0, g1, first, whole = next_segment(first, last, whole, groups, blocks)
+                    token_tile, pair = locate(tile, swath, pairs, token_tiles)
+                    token = token_tile * u32(TOKENS)
+                    source = weights + u64(pair) * (slab_bytes + slab_bytes)
+                    both = pair + pair + u32(1) < slabs
+                    for k in range(u32(g0 << u32(2)), min(u32(g1 << u32(2)), steps)):
+                        mbarrier_wait(empty + stage * u32(8), phase ^ u32(1))
+                        barrier = full + stage * u32(8)
+                        x_slot = base + stage * u32(X_STAGE)
+                        w_slot = base + u32(WEIGHTS_AT) + stage * u32(W_STAGE)
+                        if PER_RECORD == 1:
+                            at = source + u64(k) * u64(STEP)
+                            size = u32(STEP)
+                        elif k & u32(3) == 0:
+                            at = source + u64(k >> u32(2)) * u64(RECORD)
+                            size = u32(HEADER + STEP)
+                        else:
+                            at = source + u64(k >> u32(2)) * u64(RECORD) + u64(HEADER) + u64(k & u32(3)) * u64(STEP)
+                            size = u32(STEP)
+                            w_slot = w_slot + u32(HEADER)
+                        if both:
+                            mbarrier_expect(barrier, u32(X_STAGE) + size + size)
+                            bulk_load(w_slot + u32(SLOT), at + slab_bytes, size, barrier)
+                        else:
+                            mbarrier_expect(barrier, u32(X_STAGE) + size)
+                        bulk_load(w_slot, at, size, barrier)
+                        tma_load_2d(x_slot, x_map, barrier, u32(k) << u32(6), token)
+                        stage = u32(stage + u32(1))
+                        if stage == STAGES:
+                            stage = u32(0)
+                            phase = u32(phase ^ u32(1))
+        else:
+            more_registers()
+            side = u32(group - u32(1))
+            local = thread & u32(127)
+            lane = thread & u32(31)
+            row = ((local >> u32(5)) << u32(4)) + (lane >> u32(2))
+            slot = base + u32(WEIGHTS_AT) + side * u32(SLOT)
+            staging = base + u32(STAGING_AT) + side * u32(2 * BUFFER)
+            never = u32(steps == 0)
+            while first < last or whole < tiles:
+                tile, g0, g1, first, whole = next_segment(first, last, whole, groups, blocks)
+                count = u32(min(u32(g1 << u32(2)), steps) - (g0 << u32(2)))
+                acc = no_sums()
+                for _ in range(count >> u32(2)):
+                    # Four steps in a straight line: fragments of a step take one register set while the step before
+                    # is in flight with the other.
+                    mbarrier_wait(full + stage * u32(8), phase)
+                    at = u32(slot + stage * u32(W_STAGE))
+                    shared_scales = header(at, row)
+                    even = fragments0(at, local, row, shared_scales)
+                    acc = multiply(acc, even, u64(DESCRIPTOR) | u64((base + stage * u32(X_STAGE)) >> u32(4)))
+                    done = u32(empty + stage * u32(8))
+                    stage = u32(stage + u32(1))
+                    if stage == STAGES:
+                        stage = u32(0)
+                        phase = u32(phase ^ u32(1))
+
+                    mbarrier_wait(full + stage * u32(8), phase)
+                    at = u32(slot + stage * u32(W_STAGE))
+                    odd = fragments1(at, local, row, shared_scales)
+                    acc = multiply(acc, odd, u64(DESCRIPTOR) | u64((base + stage * u32(X_STAGE)) >> u32(4)))
+                    wait_one_pending()
+                    keep(even, never, base)
+                    if lane == 0:
+                        mbarrier_arrive(done)
+                    done = u32(empty + stage * u32(8))
+                    stage = u32(stage + u32(1))
+                    if stage == STAGES:
+                        stage = u32(0)
+                        phase = u32(phase ^ u32(1))
+
+                    mbarrier_wait(full + stage * u32(8), phase)
+                    at = u32(slot + stage * u32(W_STAGE))
+                    even = fragments2(at, local, row, shared_scales)
+                    acc = multiply(acc, even, u64(DESCRIPTOR) | u64((base + stage * u32(X_STAGE)) >> u32(4)))
+                    wait_one_pending()
+                    keep(odd, never, base)
+                    if lane == 0:
+                        mbarrier_arrive(done)
+                    done = u32(empty + stage * u32(8))
+                    stage = u32(stage + u32(1))
+                    if stage == STAGES:
+                        stage = u32(0)
+                        phase = u32(phase ^ u32(1))
+
+                    mbarrier_wait(full + stage * u32(8), phase)
+                    at = u32(slot + stage * u32(W_STAGE))
+                    odd = fragments3(at, local, row, shared_scales)
+                    acc = multiply(acc, odd, u64(DESCRIPTOR) | u64((base + stage * u32(X_STAGE)) >> u32(4)))
+                    wait_one_pending()
+                    keep(even, never, base)
+                    if lane == 0:
+                        mbarrier_arrive(done)
+                    acc = wait_all(acc)
+                    keep(odd, never, base)
+                    if lane == 0:
+                        mbarrier_arrive(empty + stage * u32(8))
+                    stage = u32(stage + u32(1))
+                    if stage == STAGES:
+                        stage = u32(0)
+                        phase = u32(phase ^ u32(1))
+                if TAIL:
+                    for _ in range(count & u32(3)):
+                        mbarrier_wait(full + stage * u32(8), phase)
+                        at = u32(slot + stage * u32(W_STAGE))
+                        even = fragments0(at, local, row, header(at, row))
+                        acc = multiply(acc, even, u64(DESCRIPTOR) | u64((base + stage * u32(X_STAGE)) >> u32(4)))
+                        acc = wait_all(acc)
+                        keep(even, never, base)
+                        if lane == 0:
+                            mbarrier_arrive(empty + stage * u32(8))
+                        stage = u32(stage + u32(1))
+                        if stage == STAGES:
+                            stage = u32(0)
+                            phase = u32(phase ^ u32(1))
+
+                sums = workspace + u64(FLAG_BYTES) + u64(side) * u64(PARTIAL)
+                if g0 != 0:
+                    write_partial(acc, sums + u64(block) * u64(2 * PARTIAL), local)
+                    cuda.threadfence()
+                    named_barrier(side + u32(1), u32(128))
+                    if local == 0:
+                        store_release(workspace + u64(block * u32(8) + side * u32(4)), u32(1))
+                else:
+                    end = u32((tile + u32(1)) * groups)
+                    other = u32(block + u32(1))
+                    while g1 != groups and range_start(other, split, blocks) < end:
+                        flag = workspace + u64(other * u32(8) + side * u32(4))
+                        if local == 0:
+                            while load_acquire(flag) == 0:
+                                pass
+                        named_barrier(side + u32(1), u32(128))
+                        acc = add_partial(acc, sums + u64(other) * u64(2 * PARTIAL), local)
+                        named_barrier(side + u32(1), u32(128))
+                        if local == 0:
+                            store_release(flag, u32(0))
+                        other = u32(other + u32(1))
+                    token_tile, pair = locate(tile, swath, pairs, token_tiles)
+                    token = token_tile * u32(TOKENS)
+                    slab = u32(pair + pair + side)
+                    if slab < slabs:
+                        n = u64(slab * u32(64) + row) * u64(4)
+                        scale_a = load_float(row_scale + n)
+                        scale_b = load_float(row_scale + n + u64(32))
+                        bias_a = f32(0.0)
+                        bias_b = f32(0.0)
+                        if bias != 0:
+                            bias_a = load_float(bias + n)
+                            bias_b = load_float(bias + n + u64(32))
+                        tokens_at = u64(token) * u64(4)
+                        write_scale = u64(0)
+                        if HALF and slab == 0 and local < 4:
+                            write_scale = out_scale + tokens_at
+                        store(
+                            acc, local, side + u32(1), staging, out_map, slab * u32(COLUMNS), token, scale_a, scale_b,
+                            bias_a, bias_b, token_scale + tokens_at, token_norm + tokens_at, write_scale, c2, c1, c0, add,
+                        )  # fmt: skip
+            if local == 0:
+                bulk_wait_all()
+
+    signature = types.void(*(numba_type(spec) for _, spec in ARGUMENTS))
+    return gemm_wgmma, signature

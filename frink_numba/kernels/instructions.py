@@ -1,0 +1,64 @@
+"""PTX instructions by name: barriers, the bulk copy engine, fences, and f16x2 arithmetic. Declared with `ptx.instruction`.
+
+Shared-memory addresses are u32 (`ptx.shared_address`), global ones u64.
+"""
+
+from __future__ import annotations
+
+from frink_numba.kernels.ptx import instruction
+
+# ---- mbarriers ---------------------------------------------------------------------------------------------------
+
+mbarrier_init = instruction("mbarrier.init.shared::cta.b64 [$0], $1;", None, "u32", "u32")
+mbarrier_expect = instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", None, "u32", "u32")
+mbarrier_arrive = instruction("mbarrier.arrive.shared::cta.b64 _, [$0];", None, "u32")
+# Returns once the phase of this parity has completed; the hardware suspends the thread while it waits.
+mbarrier_wait = instruction(
+    "{\n.reg .pred done;\nWAIT_${:uid}:\nmbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;\n"
+    "@done bra DONE_${:uid};\nbra WAIT_${:uid};\nDONE_${:uid}:\n}",
+    None,
+    "u32",
+    "u32",
+)
+fence_barrier_init = instruction("fence.mbarrier_init.release.cluster;", None)
+# Ordinary stores to shared memory become visible to the copy engine and the tensor cores.
+fence_proxy_async = instruction("fence.proxy.async.shared::cta;", None)
+# Barrier `$0` (1..15) among `$1` threads, whole warps.
+named_barrier = instruction("bar.sync $0, $1;", None, "u32", "u32")
+
+# ---- bulk copies -------------------------------------------------------------------------------------------------
+
+# (destination, tensor map, barrier, column, row): one box of a two-dimensional tensor; zeros beyond its edges.
+tma_load_2d = instruction(
+    "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1, {$3, $4}], [$2];",
+    None,
+    "u32",
+    "u64",
+    "u32",
+    "u32",
+    "u32",
+)
+# (destination, source, bytes, barrier): contiguous bytes, all multiples of 16.
+bulk_load = instruction(
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+    None,
+    "u32",
+    "u64",
+    "u32",
+    "u32",
+)
+bulk_wait_all = instruction("cp.async.bulk.wait_group 0;", None)
+
+# ---- register budgets of warp groups (sm_90a) --------------------------------------------------------------------
+
+
+def set_registers(count: int, *, more: bool) -> object:
+    """`setmaxnreg` to `count`, a multiple of 8."""
+    return instruction(f"setmaxnreg.{'inc' if more else 'dec'}.sync.aligned.u32 {count};", None)
+
+
+# ---- flags in global memory --------------------------------------------------------------------------------------
+
+load_acquire = instruction("ld.acquire.gpu.global.u32 $0, [$1];", "u32", "u64")
+store_release = instruction("st.release.gpu.global.u32 [$0], $1;", None, "u64", "u32")
+load_float = instruction("ld.global.f32 $0, [$1];", "f32", "u64")
