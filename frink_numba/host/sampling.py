@@ -7,7 +7,7 @@ token after the penalty, the lowest id among equals. All steps work on whole vec
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,15 +38,14 @@ class Sampling:
         checked_integer("top_k", self.top_k, 0)
         if self.seed is not None:
             checked_integer("seed", self.seed, 0)
-        _check("temperature", self.temperature, 0 <= self.temperature < math.inf, "a number from 0 up")
-        _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
-        _check("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1")
-        penalty = self.repetition_penalty
-        _check("repetition_penalty", penalty, 0 < penalty < math.inf, "a positive number")
+        _check("temperature", self.temperature, lambda t: 0 <= t < math.inf, "a number from 0 up")
+        _check("top_p", self.top_p, lambda p: 0 < p <= 1, "a number above 0, at most 1")
+        _check("min_p", self.min_p, lambda p: 0 <= p <= 1, "a number from 0 to 1")
+        _check("repetition_penalty", self.repetition_penalty, lambda r: 0 < r < math.inf, "a positive number")
 
 
-def _check(name: str, value: object, good: bool, what: str) -> None:
-    if not good:
+def _check(name: str, value: object, good: Callable[[float], bool], what: str) -> None:
+    if not isinstance(value, int | float) or not good(value):
         raise SettingError(f"{name}={value!r}: expected {what}")
 
 

@@ -10,7 +10,8 @@ from frink_numba.errors import SettingError
 class StopText:
     """Passes text on, but holds back what may be the start of one of the stop strings.
 
-    `found` is the stop string that ended the text, the one that begins first; None before that.
+    `found` is the stop string that ended the text, the one that is complete first; None before that. So the answer does
+    not depend on how the text is cut into pushes.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -22,10 +23,12 @@ class StopText:
 
     def push(self, text: str) -> str:
         """The part of all text so far that can be shown now and was not before."""
+        if self.found is not None:
+            return ""
         self._held += text
-        places = [(place, stop) for stop in self.stops if (place := self._held.find(stop)) >= 0]
+        places = [(place + len(stop), place, stop) for stop in self.stops if (place := self._held.find(stop)) >= 0]
         if places:
-            place, self.found = min(places)
+            _, place, self.found = min(places)
             shown, self._held = self._held[:place], ""
             return shown
         return self._release(self._held_back())

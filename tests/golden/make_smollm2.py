@@ -1,8 +1,8 @@
 """Compute the golden of SmolLM2-135M-Instruct: `python -m tests.golden.make_smollm2 MODEL.gguf`.
 
-transformers loads the same GGUF file, dequantized to float32. For every position of every prompt the golden keeps a sketch
-of the logits (see sketch.py), their norm, and the top 8 tokens with their logits; two positions are kept whole; and for
-every prompt the 40 tokens of greedy decoding, with the margin between the first and the second logit.
+transformers loads the same GGUF file, dequantized to float32. For every position of every prompt the golden keeps a
+sketch of the logits (see sketch.py), their norm, and the top 8 tokens with their logits; two positions are kept
+whole; and for every prompt the 40 tokens of greedy decoding, with the margin between the first and the second logit.
 Needs the `oracle` extra (made with torch 2.13 and transformers 5.24). Takes about a minute on two cores.
 """
 

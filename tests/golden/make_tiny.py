@@ -1,7 +1,8 @@
-"""Compute the goldens of the tiny models with transformers, in float32: `python -m tests.golden.make_tiny [--check] [NAMES]`.
+"""Compute the goldens of the tiny models with transformers, in float32: `python -m tests.golden.make_tiny`.
 
-Needs the `oracle` extra (made with torch 2.13 and transformers 5.24). `--check` writes nothing: it computes the goldens anew
-and fails when a committed one differs by 1e-6 or more. Beside each variant stands its distance to a float64 run.
+Needs the `oracle` extra (made with torch 2.13 and transformers 5.24). `--check` writes nothing: it computes the
+goldens anew and fails when a committed one differs by 1e-6 or more. Beside each variant stands its distance to a
+float64 run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tiny models with random weights, one per special fact: what `make_tiny.py` computes goldens of, and tests load.
 
-A variant is described once, in the words of Hugging Face's configurations; `tiny_gguf.py` writes it as GGUF. Weights are
-scaled so that every fact matters: attention is peaked, norms and biases are far from one and zero.
+A variant is described once, in the words of Hugging Face's configurations; `tiny_gguf.py` writes it as GGUF. Weights
+are scaled so that every fact matters: attention is peaked, norms and biases are far from one and zero.
 """
 
 from __future__ import annotations

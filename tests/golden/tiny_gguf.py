@@ -1,6 +1,7 @@
 """Write the tiny models as GGUF, through the gguf package, the way llama.cpp's converter lays such models out.
 
-`content()` gives the file's metadata and tensors as plain dictionaries, so that a test can flip one fact before `write()`.
+`content()` gives the file's metadata and tensors as plain dictionaries, so that a test can flip one fact before
+`write()`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,264 @@
+"""Opening models: which files load, and what every other one is told."""
+
+from itertools import count
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, quants
+
+import frink_numba
+from frink_numba.errors import FrinkError, GgufError, ModelNotFoundError, SettingError, UnsupportedModelError
+from frink_numba.host.gguf import GgufFile
+from frink_numba.host.load import load
+from frink_numba.layer import Activation, RopeLayout
+from tests.golden.tiny import VARIANTS
+from tests.golden.tiny_gguf import content, write
+
+
+@pytest.fixture
+def save(tmp_path):
+    """save(variant name, edit) writes the variant's file, changed by edit(content)."""
+
+    number = count()
+
+    def save(name, edit=lambda file: None):
+        file = content(VARIANTS[name])
+        edit(file)
+        return write(file, tmp_path / f"{name}-{next(number)}.gguf")
+
+    return save
+
+
+def test_every_variant_loads_with_its_facts(save):
+    for name, variant in VARIANTS.items():
+        with load(save(name)) as model:
+            assert model.architecture.name == variant.architecture
+            assert len(model.layers) == variant.layers
+            assert model.vocab_size == variant.vocab
+            assert (model.output is model.embedding) == variant.tied  # fault 36
+            layer = model.layers[-1]
+            attention = layer.attention
+            assert (attention.n_heads, attention.n_kv_heads) == (variant.heads, variant.kv_heads)
+            assert attention.window == variant.window
+            assert layer.norm_eps == pytest.approx(variant.eps, rel=1e-6)
+            assert attention.rope.theta == pytest.approx(variant.theta)
+            assert attention.rope.layout is (RopeLayout.NEOX if name.startswith("qwen2") else RopeLayout.NORM)
+            assert layer.ffn.activation is Activation.SWIGLU
+            assert (attention.q_bias is not None) == ("q_proj" in variant.biases)
+            assert (attention.o_bias is not None) == ("o_proj" in variant.biases)
+            assert (layer.ffn.experts[0].down_bias is not None) == ("down_proj" in variant.biases)
+
+
+def test_frequency_factors_are_of_linear_scaling_times_the_files_own(save):
+    """Faults 14 and 16: one factor for all pairs, the file's factors, or both multiplied."""
+    half = VARIANTS["llama_grouped"].head_dim // 2
+
+    def factors(name, edit=lambda file: None):
+        with load(save(name, edit)) as model:
+            return model.layers[1].attention.rope.freq_factors
+
+    assert factors("llama_grouped") is None
+    np.testing.assert_array_equal(factors("llama_linear"), np.full(half, 4, np.float32))
+    own = factors("llama_llama3")
+    np.testing.assert_array_equal(own, content(VARIANTS["llama_llama3"]).tensors["rope_freqs.weight"])
+    assert own.min() == 1
+    assert own.max() == 8
+
+    def scale(file):
+        file.metadata |= {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
+
+    np.testing.assert_array_equal(factors("llama_llama3", scale), 2 * own)
+
+
+@pytest.mark.parametrize("dtype", ["F16", "BF16"])
+def test_norms_and_biases_in_half_precision_are_converted(save, dtype):
+    """Fault 22."""
+
+    def halve(file):
+        kind = GGMLQuantizationType[dtype]
+        for name, tensor in file.tensors.items():
+            if tensor.ndim == 1:
+                file.tensors[name] = (quants.quantize(tensor, kind), kind)
+
+    with load(save("qwen2_grouped")) as exact, load(save("qwen2_grouped", halve)) as model:
+        for half, full in zip(model.layers, exact.layers, strict=True):
+            for mine, other in ((half.attn_norm, full.attn_norm), (half.attention.q_bias, full.attention.q_bias)):
+                assert mine.dtype == np.float32
+                np.testing.assert_allclose(mine, other, rtol=2**-8)
+                assert not np.array_equal(mine, other)
+
+
+def test_every_tensor_of_a_file_is_read(save, monkeypatch):
+    """Fault 19: biases that are there are used."""
+    read = set()
+    for method in ("matrix", "vector"):
+        real = getattr(GgufFile, method)
+        monkeypatch.setattr(GgufFile, method, lambda self, name, real=real: read.add(name) or real(self, name))
+    for name in ("llama_biases", "llama_llama3", "llama_tied", "qwen2_grouped"):
+        read.clear()
+        with load(save(name)) as model:
+            assert read == set(model.gguf.tensors)
+
+
+def rename(old, new):
+    return lambda file: file.tensors.update({new: file.tensors.pop(old)})
+
+
+def drop(name):
+    return lambda file: file.tensors.pop(name)
+
+
+def reshape(name, *shape):
+    return lambda file: file.tensors.update({name: np.zeros(shape, np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    [
+        ("llama_grouped", "token_embd.weight"),
+        ("llama_grouped", "output_norm.weight"),
+        ("llama_grouped", "blk.0.attn_norm.weight"),
+        ("llama_grouped", "blk.2.ffn_down.weight"),
+        ("qwen2_grouped", "blk.1.attn_q.bias"),
+        ("qwen2_grouped", "blk.1.attn_v.bias"),
+    ],
+)
+def test_a_missing_tensor_is_named(save, variant, name):
+    with pytest.raises(GgufError, match=f"tensor '{name}' is missing"):
+        load(save(variant, drop(name)))
+
+
+@pytest.mark.parametrize(
+    ("variant", "old", "new"),
+    [
+        ("llama_grouped", "blk.2.ffn_up.weight", "blk.2.ffn_gate_inp.weight"),
+        ("llama_grouped", "blk.2.ffn_up.weight", "blk.3.ffn_up.weight"),  # beyond block_count
+        ("llama_grouped", "blk.2.ffn_up.weight", "blk.02.ffn_up.weight"),
+        ("llama_grouped", "blk.2.ffn_up.weight", "blk.+2.ffn_up.weight"),
+        ("llama_grouped", "blk.2.ffn_up.weight", "blk.9999999999999999999.ffn_up.weight"),
+        ("llama_grouped", "output.weight", "output.bias"),
+        ("qwen2_grouped", "output.weight", "rope_freqs.weight"),
+        ("llama_grouped", "blk.0.attn_q.weight", "blk.0.attn_qkv.weight"),
+        ("llama_grouped", "blk.0.attn_norm.weight", "blk.0.attn_q_norm.weight"),
+    ],
+)
+def test_an_unknown_tensor_is_refused_by_name(save, variant, old, new):
+    """Fault 19: what nothing consumes may change the result."""
+    with pytest.raises(UnsupportedModelError, match=f"tensor '{new.replace('+', '.')}' is not known for architecture"):
+        load(save(variant, rename(old, new)))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "want"),
+    [
+        ("token_embd.weight", (79, 64), [80, 64]),
+        ("token_embd.weight", (80, 32), [80, 64]),
+        ("output.weight", (81, 64), [80, 64]),
+        ("output_norm.weight", (63,), [64]),
+        ("blk.1.attn_q.weight", (32, 64), [64, 64]),
+        ("blk.1.attn_k.weight", (64, 64), [32, 64]),
+        ("blk.1.attn_v.weight", (32, 63), [32, 64]),
+        ("blk.1.attn_output.weight", (64, 32), [64, 64]),
+        ("blk.1.attn_norm.weight", (1, 64), [64]),
+        ("blk.1.ffn_gate.weight", (64, 96), [96, 64]),
+        ("blk.1.ffn_down.weight", (96, 64), [64, 96]),
+        ("blk.1.ffn_down.bias", (96,), [64]),
+        ("rope_freqs.weight", (16,), [8]),
+    ],
+)
+def test_a_shape_that_the_hyper_parameters_contradict_is_named(save, name, shape, want):
+    """R20, fault 33."""
+    with pytest.raises(GgufError) as caught:
+        load(save("llama_grouped", reshape(name, *shape)))
+    assert f"tensor '{name}' has shape {list(shape)}, but the hyper-parameters ask for {want}" in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf])
+def test_frequency_factors_that_are_no_factors_are_refused(save, bad):
+    def spoil(file):
+        file.tensors["rope_freqs.weight"][3] = bad
+
+    with pytest.raises(GgufError, match=r"rope_freqs\.weight' holds factors that are not positive"):
+        load(save("llama_llama3", spoil))
+
+
+def test_a_vocabulary_size_that_is_not_stated_is_the_embeddings(save):
+    with load(save("llama_grouped", lambda file: file.metadata.pop("llama.vocab_size"))) as model:
+        assert model.vocab_size == 80
+
+
+@pytest.mark.parametrize(
+    ("edit", "error", "words"),
+    [
+        (
+            lambda file: file.metadata.update({"general.type": "adapter"}),
+            UnsupportedModelError,
+            "general.type is 'adapter'",
+        ),
+        (
+            lambda file: setattr(file, "architecture", "mamba"),
+            UnsupportedModelError,
+            "architecture 'mamba' is not served",
+        ),
+        (lambda file: file.metadata.pop("llama.block_count"), GgufError, "llama.block_count is missing"),
+        (lambda file: file.metadata.update({"llama.expert_count": 8}), UnsupportedModelError, "expert_count is 8"),
+    ],
+)
+def test_a_file_that_is_not_served_is_told_why_and_let_go(save, edit, error, words):
+    path = save("llama_grouped", edit)
+    with pytest.raises(error, match=words):
+        load(path)
+    path.unlink()
+
+
+def test_a_quantized_norm_is_refused_by_name(save):
+    """Fault 22: convert, or refuse by name."""
+
+    def quantize(file):
+        kind = GGMLQuantizationType.Q8_0
+        file.tensors["output_norm.weight"] = (quants.quantize(file.tensors["output_norm.weight"], kind), kind)
+
+    with pytest.raises(GgufError, match=r"'output_norm\.weight' is of kind Q8_0"):
+        load(save("llama_grouped", quantize))
+
+
+@pytest.mark.parametrize("length", [0, -1, 4097, 1.5, "8", True])
+def test_a_context_length_beyond_the_models_is_refused(save, length):
+    path = save("llama_grouped")
+    with pytest.raises(SettingError, match=r"context_length=.*from 1 to 4096"):
+        load(path, context_length=length)
+
+
+def test_a_shorter_context_is_taken(save):
+    with load(save("llama_grouped"), context_length=np.int64(64)) as model:
+        assert model.context_length == 64
+        assert model.hyper.context_length == 4096
+
+
+def test_a_name_that_leads_nowhere_says_how_to_fetch():
+    with pytest.raises(ModelNotFoundError):
+        load("no-such-model")
+
+
+def test_unknown_keywords_are_refused(save):
+    with pytest.raises(TypeError, match="context_lenght"):
+        frink_numba.load(save("llama_grouped"), context_lenght=5)
+
+
+def test_a_closed_model_says_so_and_gives_the_mapping_back(save):
+    model = load(save("llama_grouped"))
+    with model:
+        assert not model.closed
+    model.close()
+    assert model.closed
+    with pytest.raises(FrinkError, match="is closed"):
+        model.check_open()
+    with pytest.raises(FrinkError, match="is closed"):
+        _ = model.tokenizer
+    with pytest.raises(FrinkError, match="closed"):
+        model.gguf.matrix("token_embd.weight")
+
+
+def test_a_tokenizer_that_is_not_served_does_not_stand_in_the_way_of_ids(save):
+    with load(save("llama_grouped")) as model, pytest.raises(FrinkError, match="token"):
+        _ = model.tokenizer
