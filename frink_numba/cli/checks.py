@@ -136,7 +136,7 @@ def backends() -> list[Check]:
     from frink_numba.host.weights import WeightStore
 
     def host(layers: Sequence[Layer]) -> Backend:
-        return HostBackend(layers, WeightStore())
+        return HostBackend(layers, WeightStore(budget_bytes=0))
 
     names = tuple(name for name in registry.known_backends() if name != registry.HOST)
     logger = logging.getLogger("frink_numba")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from frink_numba import __version__
-from frink_numba.cli import bench, doctor, fetch, generate, inspect, plan, score
+from frink_numba.cli import bench, doctor, fetch, generate, inspect, output, plan, score
 from frink_numba.errors import FrinkError
 
 EXIT_ERROR = 1
@@ -59,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name); answers the exit code."""
     arguments = build_parser().parse_args(argv)
+    output.log_to_stderr()
     try:
         status: int = arguments.run(arguments)
         sys.stdout.flush()

@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 Progress = Callable[[str, int, int], None]
@@ -56,20 +56,33 @@ def log_to_stderr() -> None:
 def progress_bar(unit: str = "") -> Iterator[Progress | None]:
     """A bar on stderr to be called with (stage, done, total); None when stderr is no terminal.
 
-    `unit` "bytes" shows sizes and speed, "" plain counts.
+    It appears at the first call that tells of unfinished work, so a short task shows none. `unit` "bytes" shows sizes,
+    "" plain counts.
     """
     if not sys.stderr.isatty():
         yield None
         return
+    with ExitStack() as shown:
+        bar: Progress | None = None
+
+        def report(stage: str, done: int, total: int) -> None:
+            nonlocal bar
+            if bar is None and (done < total or not total):
+                bar = shown.enter_context(_rich_bar(unit))
+            if bar is not None:
+                bar(stage, done, total)
+
+        yield report
+
+
+@contextmanager
+def _rich_bar(unit: str) -> Iterator[Progress]:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as RichProgress
 
     amount = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-
-        def report(stage: str, done: int, total: int) -> None:
-            bar.update(task, description=stage, completed=done, total=total or None)
-
-        yield report
+    with RichProgress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task("", total=None)
+        yield lambda stage, done, total: shown.update(task, description=stage, completed=done, total=total or None)

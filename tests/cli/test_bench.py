@@ -1,0 +1,46 @@
+"""`frink-numba bench`: what it measures, and the receipt that it writes. Its speed is no test's business."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from frink_numba.cli.main import build_parser
+from frink_numba.receipt import cpu_name
+from tests.cli.runner import frink, frink_json
+
+
+def test_a_receipt_is_what_json_says(smollm2_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "receipts" / "bench.json"
+    arguments = ("bench", "smollm2-135m", "-p", "8,16", "-n", "2", "-r", "2", "--receipt", str(path))
+    document = frink_json(*arguments)
+    assert json.loads(path.read_text("utf-8")) == document
+    assert document["benchmark"] == "bench"
+    assert document["machine"] == cpu_name()
+    assert document["command"].startswith("frink-numba bench smollm2-135m -p 8,16 -n 2 -r 2 --receipt ")
+    rows = document["rows"]
+    assert [row["case"].rpartition(" ")[2] for row in rows] == ["pp8", "pp16", "tg2"]
+    for row in rows:
+        assert (row["metric"], row["runs"], row["backend"]) == ("tok/s", 2, "host")
+        assert 0 < row["p20"] <= row["value"] <= row["p80"]
+        assert "baseline" not in row
+
+
+def test_the_table_shows_the_figures(smollm2_path: Path) -> None:
+    done = frink("bench", "smollm2-135m", "-p", "4", "-n", "0", "-r", "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "SmolLM2-135M-Instruct.Q4_1 pp4" in done.stdout
+    assert "tg" not in done.stdout
+
+
+def test_more_than_the_context_is_wrong_usage(smollm2_path: Path) -> None:
+    done = frink("bench", "smollm2-135m", "--context", "32", "-p", "33", "-n", "0")
+    assert done.returncode == 2
+    assert "33 tokens are beyond the context of 32" in done.stderr
+
+
+@pytest.mark.parametrize(("text", "counts"), [("512", [512]), ("1,2", [1, 2]), ("0", []), ("", []), ("0,4", [4])])
+def test_counts_are_lists(text: str, counts: list[int]) -> None:
+    assert build_parser().parse_args(["bench", "m", "-p", text]).prompt == counts

@@ -1,0 +1,97 @@
+"""`frink-numba doctor`: every section, and what it says when something is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from frink_numba import settings
+from frink_numba.cli import checks
+from frink_numba.driver import Device, Driver
+from tests.cli.runner import frink, frink_json
+
+_GPU = Device(0, "A GPU", 80 * 2**30, (9, 0), 132)
+
+
+def test_a_sound_machine_is_healthy(smollm2_path: Path) -> None:
+    document = frink_json("doctor")
+    assert document["healthy"] is True
+    assert list(document) == ["healthy", "machine", "packages", "gpu", "backends", "settings", "cache"]
+    found = {check["name"]: check for section in list(document)[1:] for check in document[section]}
+    assert found["numpy"]["status"] == "ok"
+    assert found["host"]["found"].startswith("available")
+    assert "cuda" in found
+    assert set(settings.SETTINGS) <= set(found)
+    assert f"{smollm2_path.name}, 98 MB" in [check["found"] for check in document["cache"]]
+
+
+def test_the_tables_say_the_same() -> None:
+    done = frink("doctor")
+    assert (done.returncode, done.stderr) == (0, "")
+    for title in ("machine", "packages", "gpu", "backends", "settings", "cache"):
+        assert f"\n{title}" in f"\n{done.stdout}"
+    assert "The host engine can run." in done.stdout
+
+
+def test_a_setting_that_cannot_be_read_is_found_with_its_remedy() -> None:
+    done = frink("doctor", environment={"FRINK_HOST_WEIGHTS": "plenty"})
+    assert done.returncode == 1
+    assert "The host engine cannot run as things are." in done.stdout
+    assert "FRINK_HOST_WEIGHTS: unset FRINK_HOST_WEIGHTS, or give it such a value" in done.stdout
+
+
+def test_an_empty_cache_folder_names_the_command(tmp_path: Path) -> None:
+    folder = tmp_path / "not" / "yet"
+    done = frink("doctor", environment={"FRINK_CACHE_DIR": str(folder)})
+    assert done.returncode == 0
+    assert "model: frink-numba fetch smollm2-135m" in done.stdout
+    assert not folder.exists()
+
+
+def _packages(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
+    """Play installed packages; "_" stands for "-" in a name, None for a missing one."""
+    really = checks.installed
+    played = {name.replace("_", "-"): version for name, version in versions.items()}
+    monkeypatch.setattr(checks, "installed", lambda name: played[name] if name in played else really(name))
+
+
+def _by_name(found: list[checks.Check]) -> dict[str, checks.Check]:
+    return {check.name: check for check in found}
+
+
+def test_a_missing_package_is_broken_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    _packages(monkeypatch, tokenizers=None)
+    check = _by_name(checks.packages(Driver(None, None, (), "none")))["tokenizers"]
+    assert check.status == checks.BROKEN
+    assert check.remedy.startswith('pip install "tokenizers>=')
+
+
+def test_a_numpy_too_new_is_broken_with_the_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    _packages(monkeypatch, numpy="2.5.1")
+    check = _by_name(checks.packages(Driver(None, None, (), "none")))["numpy"]
+    assert check.status == checks.BROKEN
+    assert "<2.5" in check.remedy
+
+
+@pytest.mark.parametrize(("cuda", "extra"), [((12, 8), "cu12"), ((13, 2), "cu13")])
+def test_a_gpu_without_packages_names_the_extra_for_its_driver(
+    cuda: tuple[int, int], extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _packages(monkeypatch, numba_cuda=None)
+    found = _by_name(checks.gpu(Driver("580.1", cuda, (_GPU,), None)))
+    assert found["driver"].found == f"580.1, CUDA {cuda[0]}.{cuda[1]}"
+    assert found["device 0"].found.startswith("A GPU, 80.0 GiB, compute capability 9.0, 132 multiprocessors")
+    assert found["CUDA packages"].remedy == f'pip install "frink-numba[{extra}]"'
+
+
+def test_a_driver_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _by_name(checks.gpu(Driver("580.1", None, (), "cuInit answered CUDA_ERROR_UNKNOWN (999)")))
+    assert found["driver"].status == checks.WARN
+    assert "CUDA_ERROR_UNKNOWN" in found["devices"].found
+    assert "nvidia-smi" in found["devices"].remedy
+
+
+def test_no_driver_is_no_fault() -> None:
+    (check,) = checks.gpu(Driver(None, None, (), "no NVIDIA driver is installed"))
+    assert (check.status, check.remedy) == (checks.ABSENT, "")

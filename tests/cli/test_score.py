@@ -1,0 +1,55 @@
+"""`frink-numba score` on the real model."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from frink_numba.host.decoder import Decoder
+from frink_numba.host.load import load
+from tests.cli.runner import frink, frink_json, one_line_error
+
+_TEXT = "The capital of France is Paris."
+
+
+def test_each_token_has_its_own_probability(smollm2_path: Path, tmp_path: Path) -> None:
+    """Against a plain softmax over all logits in float64: the score at i belongs to token i, given those before it."""
+    (tmp_path / "text.txt").write_text(_TEXT)
+    document = frink_json("score", "smollm2-135m", "--file", str(tmp_path / "text.txt"))
+    with load(smollm2_path) as model, Decoder(model, backends="host") as decoder:
+        ids = model.tokenizer.encode(_TEXT)
+        logits = decoder.prefill(ids, decoder.new_cache(), logits="all").logits
+    assert logits is not None
+    probabilities = np.exp(logits.astype(np.float64))
+    probabilities /= probabilities.sum(axis=1, keepdims=True)
+    wanted = [math.log(probabilities[i - 1, ids[i]]) for i in range(1, len(ids))]
+    assert [entry["id"] for entry in document["tokens"]] == ids
+    assert "".join(entry["text"] for entry in document["tokens"]) == _TEXT
+    assert document["tokens"][0]["log_probability"] is None
+    found = [entry["log_probability"] for entry in document["tokens"][1:]]
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    assert document["log_probability"] == pytest.approx(sum(found))
+    assert document["perplexity"] == pytest.approx(math.exp(-sum(found) / len(found)))
+
+
+def test_lines_and_summary(smollm2_path: Path) -> None:
+    done = frink("score", "smollm2-135m", stdin=_TEXT)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert len(lines) == 8
+    assert lines[0].split() == ["0", "504", "-", "'The'"]
+    assert lines[-1].startswith("6 tokens scored, log-probability -")
+    summary = frink("score", "smollm2-135m", _TEXT, "--summary")
+    assert summary.stdout.splitlines() == lines[-1:]
+
+
+def test_a_text_of_one_token_is_one_line(smollm2_path: Path) -> None:
+    assert "at least two tokens, got 1" in one_line_error(frink("score", "smollm2-135m", "The"))
+
+
+def test_a_missing_file_is_one_line(smollm2_path: Path, tmp_path: Path) -> None:
+    message = one_line_error(frink("score", "smollm2-135m", "--file", str(tmp_path / "absent.txt")))
+    assert message == f"cannot read {tmp_path / 'absent.txt'}: No such file or directory"
