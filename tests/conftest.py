@@ -14,7 +14,7 @@ from frink_numba.errors import ModelNotFoundError
 from frink_numba.host.fetch import resolve
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Workers side by side with a BLAS thread per core each wait for one another: five times slower, measured on 2 cores.
+    # Workers side by side, each with a BLAS thread per core, wait for one another: five times slower on 2 cores.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 _ORACLE_PACKAGES = ("torch", "transformers")
@@ -34,11 +34,7 @@ def smollm2_path() -> Path:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip, with the reason, what this machine cannot run."""
     no_gpu = query_driver().problem
-    lacking = [name for name in if "PYTEST_XDIST_WORKER" in os.environ:
-    # Workers side by side with a BLAS thread per core each wait for one another: five times slower, measured on 2 cores.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
-_ORACLE_PACKAGES if importlib.util.find_spec(name) is None]
+    lacking = [name for name in _ORACLE_PACKAGES if importlib.util.find_spec(name) is None]
     for item in items:
         if no_gpu and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=no_gpu))
