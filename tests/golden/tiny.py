@@ -132,7 +132,7 @@ def _draw(variant: Variant, name: str, shape: tuple[int, ...]) -> np.ndarray:
         return normal(label, shape, 0.7)
     if "embed" in name:
         return _stored(variant, normal(label, shape, 0.3))
-    peak = 1.6 if "q_proj" in name or "k_proj" in name else 1.0
+    peak = 1.3 if "q_proj" in name or "k_proj" in name else 1.0
     return _stored(variant, normal(label, shape, peak / shape[1] ** 0.5))
 
 

@@ -232,19 +232,23 @@ def _mixtures(count: int) -> list[str]:
     return ["".join(draw.choices(_FRAGMENTS, k=draw.randint(2, 24))) for _ in range(count)]
 
 
-TEXTS: list[str] = [
-    *CODE,
-    *PROSE,
-    *CJK,
-    *EMOJI,
-    *COMBINING,
-    *WHITESPACE,
-    *NUMBERS,
-    *SPECIALS,
-    *INVALID,
-    *_mixtures(130),
-    "\n".join(CODE + PROSE),
-]
+TEXTS: list[str] = list(
+    dict.fromkeys(
+        [
+            *CODE,
+            *PROSE,
+            *CJK,
+            *EMOJI,
+            *COMBINING,
+            *WHITESPACE,
+            *NUMBERS,
+            *SPECIALS,
+            *INVALID,
+            *_mixtures(130),
+            "\n".join(CODE + PROSE),
+        ]
+    )
+)
 
 
 def load(name: str) -> dict[str, Any]:
