@@ -56,9 +56,11 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml $(PLUGIN) | $(BIN)/python
-	$(PIP) -e ".[test]" $(if $(PLUGIN),./tests/plugin_backend)
+	$(PIP) -e ".[test]"
+	$(PIP) --no-deps ./tests/plugin_backend
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-dev: pyproject.toml $(PLUGIN) | $(BIN)/python
-	$(PIP) -e ".[dev]" $(if $(PLUGIN),./tests/plugin_backend)
+	$(PIP) -e ".[dev]"
+	$(PIP) --no-deps ./tests/plugin_backend
 	@touch $@ $(VENV)/.installed $(VENV)/.installed-test
