@@ -13,7 +13,6 @@ from frink_numba.cuda.device import CudaDevice, open_device
 from frink_numba.cuda.memory import layer_bytes
 from frink_numba.cuda.residency import hold_layers, release_holder
 from frink_numba.cuda.run import Rows, run_layers, scratch_bytes
-from frink_numba.cuda.runtime import one_line
 from frink_numba.cuda.shapes import check_hidden, check_layer, check_prefix
 from frink_numba.cuda.traffic import Traffic
 from frink_numba.cuda.weights import DeviceLayer
@@ -53,8 +52,7 @@ class CudaBackend:
         self._traffic = Traffic()
         self._traffic_lock = threading.Lock()
         # A backend that is dropped without `close` gives its memory back too; at exit the driver does.
-        self._release = weakref.finalize(self, release_holder, device, self._holder)
-        self._release.atexit = False
+        weakref.finalize(self, _let_go, name, device, self._holder).atexit = False
 
     @property
     def stats(self) -> Traffic:
@@ -116,10 +114,7 @@ class CudaBackend:
 
     def close(self) -> None:
         """Give the device memory back; may be called twice. A later run would upload the weights again."""
-        try:
-            release_holder(self.device, self._holder)
-        except Exception as error:  # a device that fails while it is left alone need not stop anybody
-            warn_once(f"backend {self.name}: the device failed while it was closed: {one_line(error)}")
+        _let_go(self.name, self.device, self._holder)
 
     def _make_room(self, layers: Sequence[Layer], step: Step, traffic: Traffic) -> tuple[list[DeviceLayer], object]:
         """The layers on the device and the scratch for their run; own layers that this step does not need may go."""
@@ -137,6 +132,13 @@ class CudaBackend:
         resident = hold_layers(device, layers, self._holder, traffic, scratch)
         exact = scratch_bytes(resident, step.batch, step.start_pos)
         return resident, device.workspace.arena.reserve(exact, max(0, self._admission.spare() - exact))
+
+
+def _let_go(name: str, device: CudaDevice, holder: object) -> None:
+    try:
+        release_holder(device, holder)
+    except Exception as error:  # a device that fails while it is left alone need not stop anybody
+        warn_once(f"backend {name}: the device failed while it was closed: {device.failed(error)}")
 
 
 def _static_reason(layer: Layer) -> str | None:
