@@ -156,9 +156,7 @@ def test_weights_go_up_once_per_layer():
     assert twice.synchronizations == twice.runs == device.runtime.waits == 2
     backend.run(0, 3, make_step(layers))  # one layer more
     assert backend.stats.weights_up == once.weights_up // 2 * 3
-    assert device.runtime.up == sum(
-        getattr(backend.stats, name) for name in ("weights_up", "hidden_up", "prefix_up")
-    )
+    assert device.runtime.up == sum(getattr(backend.stats, name) for name in ("weights_up", "hidden_up", "prefix_up"))
 
 
 def test_stats_are_a_copy():
