@@ -7,6 +7,7 @@ library merges within each word.
 from __future__ import annotations
 
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from frink_numba.errors import GgufError
@@ -82,10 +83,11 @@ def _model(vocabulary: Vocabulary, spellings: dict[str, int], whole_words: bool)
         raise GgufError(
             f"key {GROUP}merges: item {i}, {vocabulary.merges[i][:80]!r}, is not two tokens and a blank"
         ) from None
-    try:
-        return BPE(vocab=spellings, merges=pairs, ignore_merges=whole_words)
-    except Exception:  # the library raises nothing more precise when a merge needs a token that is not there
-        return BPE(vocab=spellings, merges=_reachable(pairs, vocabulary, spellings), ignore_merges=whole_words)
+    # Checked here, since the library panics when a merge makes a token that is not there.
+    needed = {*chain.from_iterable(pairs), *map("".join, pairs)}
+    if not needed <= spellings.keys():
+        pairs = _reachable(pairs, vocabulary, spellings)
+    return BPE(vocab=spellings, merges=pairs, ignore_merges=whole_words)
 
 
 def _reachable(

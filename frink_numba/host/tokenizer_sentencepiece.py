@@ -80,7 +80,7 @@ def _normalizer(space_prefix: bool, squeeze: bool) -> Normalizer:
 
     steps: list[Normalizer] = []
     if squeeze:
-        steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if space_prefix:
         steps.append(normalizers.Prepend(BLANK))
     return normalizers.Sequence([*steps, normalizers.Replace(" ", BLANK)])
