@@ -15,6 +15,7 @@ from gguf.constants import GGMLQuantizationType
 
 from frink_numba.errors import ShapeError, UnsupportedModelError
 from frink_numba.host.dequantize import dequantize, dequantize_rows
+from frink_numba.host.dequantize_blocks import BLOCK_FUNCTIONS
 from frink_numba.host.gguf import GgufFile
 from frink_numba.quant import KINDS, QuantKind, QuantMatrix
 from tests.random_blocks import RANDOM_KINDS, random_matrix
@@ -29,7 +30,8 @@ def _gguf_package_reads(kind: QuantKind) -> bool:
 
 
 _READABLE = sorted(kind.name for kind in KINDS.values() if _gguf_package_reads(kind))
-_UNREADABLE = sorted(KINDS.keys() - set(_READABLE))
+# An older gguf package may lack a kind that we expand ourselves.
+_UNREADABLE = sorted(KINDS.keys() - set(_READABLE) - set(BLOCK_FUNCTIONS))
 
 
 def _oracle(matrix: QuantMatrix) -> np.ndarray:
@@ -55,7 +57,7 @@ def test_equals_the_gguf_package_bit_for_bit(kind: str, extreme: bool) -> None:
 
 
 def test_random_blocks_cover_every_readable_kind() -> None:
-    assert sorted(RANDOM_KINDS) == _READABLE
+    assert set(RANDOM_KINDS) >= set(_READABLE)
 
 
 @pytest.mark.parametrize("kind", _READABLE)
@@ -94,7 +96,7 @@ def test_whole_steps_and_one_block_more(rows: int) -> None:
 
 
 @pytest.mark.parametrize("ids", [[0, 4, 4, 8, 1], np.array([7], np.uint16), [], np.arange(9)[::-1]])
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "NVFP4", "F32"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "IQ3_S", "F32"])
 def test_gathered_rows(kind: str, ids: object) -> None:
     """Fault 22: a quantized embedding is expanded, never read as floats."""
     matrix = random_matrix(kind, 9, 512, np.random.default_rng(4))
@@ -138,7 +140,7 @@ def test_kinds_without_weights_are_refused_by_name(kind: str) -> None:
         dequantize(matrix)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q8_0", "F16", "MXFP4"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q8_0", "F16", "IQ4_XS"])
 def test_non_finite_scales_stay_what_they_are(kind: str) -> None:
     """Infinite and NaN scales warn of nothing, and reach the same elements as in the gguf package."""
     matrix = random_matrix(kind, 4, 512, np.random.default_rng(6))
