@@ -130,7 +130,8 @@ class FakeRuntime:
 
     def upload(self, target: np.ndarray, source: np.ndarray, stream: FakeStream) -> None:
         self.call("upload")
-        assert target.nbytes == source.nbytes and target.dtype == source.dtype and source.flags.c_contiguous
+        assert (target.nbytes, target.dtype) == (source.nbytes, source.dtype)
+        assert source.flags.c_contiguous
         self.up += source.nbytes
         if not any(np.shares_memory(source, block) for block in self.pinned):
             source = source.copy()  # pageable: staged before the call returns

@@ -219,7 +219,7 @@ def test_a_failing_memory_query_declines():
 
 
 def test_a_second_chunk_that_fails_leaves_the_first_whole():
-    """Field report: out of memory at layer 3 of chunk 2. Every layer stands at the last whole chunk; a retry is clean."""
+    """Field report: out of memory at layer 3 of chunk 2. All stand at the last whole chunk; a retry is clean."""
     device = fake_device()
     walk = dispatcher(device)
     cache = filled_cache(LAYERS, 0)

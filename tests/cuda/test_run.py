@@ -102,7 +102,9 @@ def test_every_event_is_needed(event: str):
         )
         got, rows, _ = go(device, layers, hidden, prefixes, 5)
         same = np.array_equal(got, want) and all(
-            np.array_equal(a, b) for one, other in zip(rows, want_rows, strict=True) for a, b in zip(one, other)
+            np.array_equal(a, b)
+            for one, other in zip(rows, want_rows, strict=True)
+            for a, b in zip(one, other, strict=True)
         )
         changed = changed or not same
     assert changed
