@@ -60,6 +60,7 @@ class Tokenizer:
             )
         self._vocabulary = vocabulary
         self._text: OrdinaryText = _KINDS[vocabulary.model](vocabulary)
+        self._special_ids = vocabulary.spellings(vocabulary.ids_of(*_LITERAL))
         self._pieces: dict[int, bytes] = {}
         self.bos_id = vocabulary.bos_id
         self.eos_id = vocabulary.eos_id
@@ -147,10 +148,6 @@ class Tokenizer:
     @cached_property
     def _types(self) -> list[int]:
         return self._vocabulary.types.tolist()
-
-    @cached_property
-    def _special_ids(self) -> dict[str, int]:
-        return self._vocabulary.spellings(self._vocabulary.ids_of(*_LITERAL))
 
     @cached_property
     def _all_special(self) -> re.Pattern[str] | None:
