@@ -65,11 +65,11 @@ class Case:
 class Bench:
     """Buffers, products and timing of one device, through torch."""
 
-    def __init__(self, replays: int) -> None:
+    def __init__(self, replays: int, tokens: int | None = None, cluster: int | None = None) -> None:
         import torch
 
         self.torch = torch
-        self.replays = replays
+        self.replays, self.tokens, self.cluster = replays, tokens, cluster
         properties = torch.cuda.get_device_properties(0)
         self.machine = properties.name
         torch.zeros(1, device="cuda")
@@ -115,7 +115,7 @@ class Bench:
             weights = DeviceWeights(
                 base.kind.name, case.n, case.k, False, base.norm_bounds, data[i].data_ptr(), row_scale.data_ptr()
             )
-            product = self.gemms.product(weights, case.m)
+            product = self.gemms.product(weights, case.m, tokens=self.tokens, cluster=self.cluster)
             plan = product.plan
             rows = HalfRows(half[i].data_ptr(), scale[i].data_ptr(), norm[i].data_ptr())
             self.gemms.half_rows(x[i].data_ptr(), case.m, case.k, rows)(stream)
@@ -192,12 +192,14 @@ def main() -> int:
     parser.add_argument("--m", default="16,64,512,2048,8192")
     parser.add_argument("--shapes", default="smollm2,3b,8b,70b")
     parser.add_argument("--replays", type=int, default=9)
+    parser.add_argument("--tokens", type=int, help="force the tokens of a tile")
+    parser.add_argument("--cluster", type=int, help="force the blocks of a cluster")
     parser.add_argument("--no-baseline", action="store_true")
     parser.add_argument("--check", action="store_true", help="compare with float64 first")
     parser.add_argument("--receipt", type=Path, help="write the figures here")
     arguments = parser.parse_args()
 
-    bench = Bench(arguments.replays)
+    bench = Bench(arguments.replays, arguments.tokens, arguments.cluster)
     rows: list[Row] = []
     ratios: dict[tuple[str, int], list[float]] = {}
     for model in arguments.shapes.split(","):
@@ -233,7 +235,8 @@ def main() -> int:
                     print(
                         f"{case.label:48} {median(ours) * 1e6:8.1f} us {work / median(ours):6.0f} TFLOP/s  ratio "
                         f"{ratio:5.2f}  {stored / median(ours) / 1e12:5.2f} TB/s  T={plan.tokens} "
-                        f"blocks={plan.blocks} split={plan.split_tiles} predicted {plan.clocks / 1755:.0f} us",
+                        f"cluster={plan.cluster} blocks={plan.blocks} split={plan.split_tiles} "
+                        f"predicted {plan.nanoseconds / 1e3:.0f} us",
                         flush=True,
                     )
     for (kind, m), values in sorted(ratios.items()):

@@ -29,7 +29,7 @@ from frink_numba.kernels import gemm_wgmma, half_rows
 from frink_numba.kernels.compile import Source, Target
 from frink_numba.kernels.compile import load as load_cubin
 from frink_numba.kernels.gemm_epilogue import GATES, Epilogue
-from frink_numba.kernels.gemm_kinds import fragment_kind
+from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, fragment_kind
 from frink_numba.kernels.gemm_pack import PackedMatrix
 from frink_numba.kernels.gemm_plan import Plan, make_plan
 from frink_numba.kernels.gemm_wgmma import WgmmaGemm
@@ -108,18 +108,26 @@ class Gemms:
         self._lock = threading.Lock()
 
     def product(
-        self, weights: DeviceWeights, m: int, *, gate: str = "", half: bool = False, tokens: int | None = None
+        self,
+        weights: DeviceWeights,
+        m: int,
+        *,
+        gate: str = "",
+        half: bool = False,
+        tokens: int | None = None,
+        cluster: int | None = None,
     ) -> Product:
         """The product of M tokens with such weights. `gate` as in Epilogue, `half` for an f16 result.
 
-        `tokens` forces the tokens of a tile (benchmarks and tests).
+        `tokens` and `cluster` force the tile (benchmarks and tests).
         """
         if m < 1:
             raise ShapeError(f"a product needs at least one token, got {m}")
         if gate not in GATES or bool(gate) != weights.gated:
             raise ShapeError(f"the pack is {'' if weights.gated else 'not '}gated, the gate asked for is {gate!r}")
-        plan = make_plan(m, weights.rows, weights.cols, self.multiprocessors, tokens)
-        variant = WgmmaGemm(weights.kind, plan.tokens, Epilogue(gate, half))
+        step_bytes = FRAGMENT_KINDS[weights.kind].step_size
+        plan = make_plan(m, weights.rows, weights.cols, step_bytes, self.multiprocessors, tokens, cluster)
+        variant = WgmmaGemm(weights.kind, plan.tokens, Epilogue(gate, half), plan.cluster)
         return Product(variant, plan, m, weights.outputs, weights.cols, self._kernel(variant))
 
     def half_rows(self, x: int, m: int, cols: int, out: HalfRows) -> Launch:
@@ -139,7 +147,7 @@ class Gemms:
             if kernel is None:
                 cubin = load_cubin(wgmma_source(variant), self.target)
                 types = [kind for _, kind in gemm_wgmma.ARGUMENTS]
-                kernel = LoadedKernel(cubin, types, gemm_wgmma.THREADS, variant.shared)
+                kernel = LoadedKernel(cubin, types, gemm_wgmma.THREADS, variant.shared, variant.cluster)
                 self._kernels[variant] = kernel
             return kernel
 
@@ -172,7 +180,7 @@ class Product:
     @property
     def workspace(self) -> int:
         """Bytes of the workspace: flags, and the sums of each block where tiles are split."""
-        return self.variant.workspace(self.plan.blocks if self.plan.split_tiles else 0)
+        return self.variant.workspace(self.plan.blocks // self.plan.cluster if self.plan.split_tiles else 0)
 
     def maps(self, x: HalfRows, out: int, out_pitch: int | None = None) -> bytes:
         """Both tensor maps. `out_pitch`: bytes from row to row of the result, a multiple of 16 (None: dense)."""
@@ -180,7 +188,7 @@ class Product:
         pitch = self.outputs * epilogue.item if out_pitch is None else out_pitch
         if pitch < self.outputs * epilogue.item:
             raise ShapeError(f"rows of {self.outputs} results do not fit a pitch of {pitch} bytes")
-        tokens = tensor_map(x.half, self.m, self.cols, self.cols * 2, self.plan.tokens, 64, 2, 128)
+        tokens = tensor_map(x.half, self.m, self.cols, self.cols * 2, self.plan.tokens // self.plan.cluster, 64, 2, 128)
         box_rows = epilogue.chunk_tokens(self.plan.tokens)
         result = tensor_map(
             out, self.m, self.outputs, pitch, box_rows, epilogue.box_columns, epilogue.item, epilogue.swizzle

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 TOKEN_TILES = (16, 32, 64, 128, 256)
 
-# Clocks, fitted to an H200: of a step (two slabs of 64 rows x 64 columns x T tokens), of a block's start, of a tile's end, of
-# a partial tile written or added.
-_STEP_LEAST = 330
-_STEP_PER_TOKEN = 4
-_START = 3000
-_TILE_END, _TILE_END_PER_TOKEN = 700, 12
-_PART, _PART_PER_TOKEN = 900, 6
+# Nanoseconds on an H200, fitted to benchmarks/receipts: what a token adds to a step (two slabs of 64 rows x 64 columns),
+# a step's least, what a byte from the L2 cache costs a multiprocessor, a launch, a tile's end, a partial tile.
+_STEP_PER_TOKEN = 2.65
+_STEP_LEAST = 200.0
+_BYTE = 1 / 52
+_START = 3000.0
+_TILE_END, _TILE_END_PER_TOKEN = 500.0, 9.0
+_PART, _PART_PER_TOKEN = 800.0, 5.0
 _LEAST_GROUPS = 2  # of four steps, a block of a split tile
 
 _BAND_BYTES = 24 << 20  # tokens walked through together stay in the L2 cache
@@ -24,54 +25,76 @@ _BAND_BYTES = 24 << 20  # tokens walked through together stay in the L2 cache
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """tokens: of a tile. The first `split_tiles` tiles are cut along K as well; `swath` token tiles form a band."""
+    """tokens: of a tile; cluster: blocks that share a tile's tokens, each with two slabs of its own.
+
+    The first `split_tiles` tiles are cut along K as well; `swath` token tiles form a band. `blocks` is the grid.
+    """
 
     tokens: int
+    cluster: int
     token_tiles: int
     slabs: int
     steps: int
     blocks: int
     split_tiles: int
     swath: int
-    clocks: int  # the estimate
+    nanoseconds: float  # the estimate
 
 
 @functools.lru_cache(maxsize=4096)
-def make_plan(m: int, rows: int, cols: int, multiprocessors: int, tokens: int | None = None) -> Plan:
-    """The fastest plan for M tokens and `rows` packed weight rows of `cols`; `tokens` forces the tile."""
-    candidates = [tokens] if tokens else [t for t in TOKEN_TILES if t < 2 * m or t == TOKEN_TILES[0]]
-    plans = [
-        plan for t in candidates for split in (False, True) for plan in _plan(m, rows, cols, multiprocessors, t, split)
-    ]
-    return min(plans, key=lambda plan: (plan.clocks, plan.tokens, plan.split_tiles))
+def make_plan(
+    m: int,
+    rows: int,
+    cols: int,
+    step_bytes: int,
+    multiprocessors: int,
+    tokens: int | None = None,
+    cluster: int | None = None,
+) -> Plan:
+    """The fastest plan for M tokens and `rows` packed weight rows of `cols`; `step_bytes` is a slab's step.
+
+    `tokens` and `cluster` force the tile.
+    """
+    tiles = [tokens] if tokens else [t for t in TOKEN_TILES if t < 2 * m or t == TOKEN_TILES[0]]
+    clusters = [cluster] if cluster else [1, 2]
+    plans = []
+    for t in tiles:
+        for c in clusters:
+            step = max(_STEP_LEAST, _STEP_PER_TOKEN * t, (t * 128 / c + 2 * step_bytes) * _BYTE)
+            for split in (False, True):
+                plan = _plan(m, rows, cols, multiprocessors, t, c, step, split)
+                if plan is not None:
+                    plans.append(plan)
+    return min(plans, key=lambda plan: (plan.nanoseconds, plan.cluster, plan.tokens, plan.split_tiles))
 
 
-def _plan(m: int, rows: int, cols: int, multiprocessors: int, tokens: int, split: bool) -> list[Plan]:
+def _plan(
+    m: int, rows: int, cols: int, multiprocessors: int, tokens: int, cluster: int, step: float, split: bool
+) -> Plan | None:
     token_tiles = -(-m // tokens)
     slabs = -(-rows // 64)
     steps = -(-cols // 64)
     groups = -(-steps // 4)
-    tiles = token_tiles * -(-slabs // 2)
-    step = max(_STEP_LEAST, _STEP_PER_TOKEN * tokens)
+    tiles = token_tiles * -(-slabs // (2 * cluster))
+    workers = multiprocessors // cluster
     tile_end = _TILE_END + _TILE_END_PER_TOKEN * tokens
     whole_tile = steps * step + tile_end
     swath = max(1, min(token_tiles, _BAND_BYTES // (tokens * cols * 2)))
     if not split:
-        blocks = min(tiles, multiprocessors)
-        clocks = _START + -(-tiles // blocks) * whole_tile
-        return [Plan(tokens, token_tiles, slabs, steps, blocks, 0, swath, clocks)]
-    blocks = multiprocessors
-    if tiles % blocks == 0:
-        return []
-    # All tiles when they are fewer than blocks; else those of the last full wave and of the rest.
-    split_tiles = tiles - max(0, tiles // blocks - 1) * blocks
-    if tiles < blocks:
-        blocks = max(tiles, min(blocks, split_tiles * groups // _LEAST_GROUPS))
-    if blocks == tiles:
-        return []
-    own = -(-split_tiles * groups // blocks)
+        workers = min(tiles, workers)
+        time = _START + -(-tiles // workers) * whole_tile
+        return Plan(tokens, cluster, token_tiles, slabs, steps, workers * cluster, 0, swath, time)
+    if tiles % workers == 0:
+        return None
+    # All tiles when they are fewer than workers; else those of the last full wave and of the rest.
+    split_tiles = tiles - max(0, tiles // workers - 1) * workers
+    if tiles < workers:
+        workers = max(tiles, min(workers, split_tiles * groups // _LEAST_GROUPS))
+    if workers == tiles:
+        return None
+    own = -(-split_tiles * groups // workers)
     part = _PART + _PART_PER_TOKEN * tokens
-    parts = 1 + -(-blocks // split_tiles)  # written once, added by the tile's owner
-    clocks = _START + own * 4 * step + parts * part + tile_end * -(-split_tiles // blocks)
-    clocks += (tiles - split_tiles) // blocks * whole_tile
-    return [Plan(tokens, token_tiles, slabs, steps, blocks, split_tiles, swath, clocks)]
+    parts = 1 + -(-workers // split_tiles)  # written once, added by the tile's owner
+    time = _START + own * 4 * step + parts * part + tile_end * -(-split_tiles // workers)
+    time += (tiles - split_tiles) // workers * whole_tile
+    return Plan(tokens, cluster, token_tiles, slabs, steps, workers * cluster, split_tiles, swath, time)

@@ -55,11 +55,12 @@ ARGUMENTS = (
 
 @dataclass(frozen=True, slots=True)
 class WgmmaGemm:
-    """One compiled variant: the kind of the weights, T tokens a tile, and the epilogue."""
+    """One compiled variant: the kind of the weights, T tokens a tile, the epilogue, and the blocks of a cluster (1 or 2)."""
 
     kind: str
     tokens: int
     epilogue: Epilogue = Epilogue()
+    cluster: int = 1
 
     @property
     def row(self) -> FragmentKind:
@@ -86,11 +87,29 @@ class WgmmaGemm:
 
     @property
     def partial(self) -> int:
-        """Bytes of a block's sums in the workspace."""
-        return 2 * 64 * self.tokens * 4
+        """Bytes of a cluster's sums in the workspace."""
+        return self.cluster * 2 * 64 * self.tokens * 4
 
-    def workspace(self, blocks: int) -> int:
-        return FLAG_BYTES + blocks * self.partial
+    def workspace(self, clusters: int) -> int:
+        return FLAG_BYTES + clusters * self.partial
+
+
+@functools.cache
+def _release(cluster: int) -> Any:
+    """release(address, lane): the warp is done with a stage; lane i tells block i of the cluster."""
+    from frink_numba.kernels.ptx import Emitter, Register, emitted
+
+    scope = ".release.cluster.shared::cluster" if cluster > 1 else ".shared::cta"
+
+    @emitted(None, "u32", "u32")
+    def op(e: Emitter, address: Register, lane: Register) -> None:
+        e.asm(
+            f"{{\n.reg .pred p;\nsetp.lt.u32 p, $1, {cluster};\n@p mbarrier.arrive{scope}.b64 _, [$0];\n}}",
+            None,
+            [address, lane],
+        )
+
+    return op
 
 
 @functools.cache
@@ -113,17 +132,20 @@ def build(gemm: WgmmaGemm) -> Any:
     from frink_numba.kernels.instructions import (
         bulk_load,
         bulk_wait_all,
+        cluster_rank,
+        cluster_sync,
         fence_barrier_init,
         load_acquire,
         load_float,
-        mbarrier_arrive,
         mbarrier_expect,
         mbarrier_init,
         mbarrier_wait,
         named_barrier,
+        peer_address,
         set_registers,
         store_release,
         tma_load_2d,
+        tma_multicast_2d,
     )
     from frink_numba.kernels.ptx import numba_type, shared_address
 
@@ -133,7 +155,9 @@ def build(gemm: WgmmaGemm) -> Any:
     HEADER, STEP, RECORD, PER_RECORD = kind.header_size, kind.step_size, kind.record_size, kind.group_steps
     BUFFER = gemm.epilogue.buffer_size(TOKENS)
     COLUMNS = gemm.epilogue.columns
-    PARTIAL = gemm.partial // 2
+    CLUSTER, SIDES = gemm.cluster, 2 * gemm.cluster
+    PARTIAL = gemm.partial // SIDES
+    X_PART = X_STAGE // CLUSTER
     HALF = gemm.epilogue.half
     TAIL = PER_RECORD == 1
     STAGING_AT = STAGES * X_STAGE
@@ -146,7 +170,8 @@ def build(gemm: WgmmaGemm) -> Any:
     multiply, wait_all, no_sums = multiply_step(TOKENS), wait_multiplied(TOKENS), zeros(TOKENS // 2)
     write_partial, add_partial = partial_ops(TOKENS)
     store = store_tile(TOKENS, gemm.epilogue)
-    fewer_registers, more_registers = set_registers(24, more=False), set_registers(240, more=True)
+    fewer_registers, more_registers = set_registers(40, more=False), set_registers(232, more=True)
+    release = _release(CLUSTER)
     u32, u64, f32 = types.uint32, types.uint64, types.float32
 
     def gemm_wgmma(
@@ -159,18 +184,24 @@ def build(gemm: WgmmaGemm) -> Any:
         empty = u32(full + u32(8 * STAGES))
         thread = u32(cuda.threadIdx.x)
         group = thread >> u32(7)
-        block = u32(cuda.blockIdx.x)
-        blocks = u32(cuda.gridDim.x)
-        pairs = u32((slabs + u32(1)) >> u32(1))
-        tiles = u32(token_tiles * pairs)
+        rank = u32(0)
+        if CLUSTER > 1:
+            rank = cluster_rank()
+        block = u32(u32(cuda.blockIdx.x) >> u32(CLUSTER - 1))
+        blocks = u32(u32(cuda.gridDim.x) >> u32(CLUSTER - 1))
+        sets = u32(u32(slabs + u32(SIDES - 1)) >> u32(CLUSTER))
+        tiles = u32(token_tiles * sets)
         groups = u32((steps + u32(3)) >> u32(2))
         slab_bytes = u64(steps >> u32(PER_RECORD >> 1)) * u64(RECORD)
         if thread == 0:
             for s in range(STAGES):
                 mbarrier_init(full + u32(8 * s), u32(1))
-                mbarrier_init(empty + u32(8 * s), u32(8))
+                mbarrier_init(empty + u32(8 * s), u32(8 * CLUSTER))
             fence_barrier_init()
-        cuda.syncthreads()
+        if CLUSTER > 1:
+            cluster_sync()
+        else:
+            cuda.syncthreads()
 
         split = u32(split_tiles * groups)
         first = range_start(block, split, blocks)
@@ -183,10 +214,11 @@ def build(gemm: WgmmaGemm) -> Any:
             if thread == 0:
                 while first < last or whole < tiles:
                     tile, g0, g1, first, whole = next_segment(first, last, whole, groups, blocks)
-                    token_tile, pair = locate(tile, swath, pairs, token_tiles)
-                    token = token_tile * u32(TOKENS)
-                    source = weights + u64(pair) * (slab_bytes + slab_bytes)
-                    both = pair + pair + u32(1) < slabs
+                    token_tile, slab_set = locate(tile, swath, sets, token_tiles)
+                    token = token_tile * u32(TOKENS) + rank * u32(TOKENS // CLUSTER)
+                    slab = u32(slab_set * u32(SIDES) + rank + rank)
+                    source = weights + u64(slab) * slab_bytes
+                    present = u32(min(u32(max(slabs, slab) - slab), u32(2)))
                     for k in range(u32(g0 << u32(2)), min(u32(g1 << u32(2)), steps)):
                         mbarrier_wait(empty + stage * u32(8), phase ^ u32(1))
                         barrier = full + stage * u32(8)
@@ -202,13 +234,17 @@ def build(gemm: WgmmaGemm) -> Any:
                             at = source + u64(k >> u32(2)) * u64(RECORD) + u64(HEADER) + u64(k & u32(3)) * u64(STEP)
                             size = u32(STEP)
                             w_slot = w_slot + u32(HEADER)
-                        if both:
-                            mbarrier_expect(barrier, u32(X_STAGE) + size + size)
-                            bulk_load(w_slot + u32(SLOT), at + slab_bytes, size, barrier)
+                        mbarrier_expect(barrier, u32(X_STAGE) + size * present)
+                        if CLUSTER > 1:
+                            tma_multicast_2d(
+                                x_slot + rank * u32(X_PART), x_map, barrier, u32(k) << u32(6), token, (1 << CLUSTER) - 1
+                            )
                         else:
-                            mbarrier_expect(barrier, u32(X_STAGE) + size)
-                        bulk_load(w_slot, at, size, barrier)
-                        tma_load_2d(x_slot, x_map, barrier, u32(k) << u32(6), token)
+                            tma_load_2d(x_slot, x_map, barrier, u32(k) << u32(6), token)
+                        if present > 0:
+                            bulk_load(w_slot, at, size, barrier)
+                        if present > 1:
+                            bulk_load(w_slot + u32(SLOT), at + slab_bytes, size, barrier)
                         stage = u32(stage + u32(1))
                         if stage == STAGES:
                             stage = u32(0)
@@ -222,6 +258,10 @@ def build(gemm: WgmmaGemm) -> Any:
             slot = base + u32(WEIGHTS_AT) + side * u32(SLOT)
             staging = base + u32(STAGING_AT) + side * u32(2 * BUFFER)
             never = u32(steps == 0)
+            # A warp's first lanes release a stage in each block of the cluster.
+            freed = u32(empty)
+            if CLUSTER > 1:
+                freed = peer_address(empty, lane & u32(CLUSTER - 1))
             while first < last or whole < tiles:
                 tile, g0, g1, first, whole = next_segment(first, last, whole, groups, blocks)
                 count = u32(min(u32(g1 << u32(2)), steps) - (g0 << u32(2)))
@@ -234,7 +274,7 @@ def build(gemm: WgmmaGemm) -> Any:
                     shared_scales = header(at, row)
                     even = fragments0(at, local, row, shared_scales)
                     acc = multiply(acc, even, u64(DESCRIPTOR) | u64((base + stage * u32(X_STAGE)) >> u32(4)))
-                    done = u32(empty + stage * u32(8))
+                    done = u32(freed + stage * u32(8))
                     stage = u32(stage + u32(1))
                     if stage == STAGES:
                         stage = u32(0)
@@ -246,9 +286,8 @@ def build(gemm: WgmmaGemm) -> Any:
                     acc = multiply(acc, odd, u64(DESCRIPTOR) | u64((base + stage * u32(X_STAGE)) >> u32(4)))
                     wait_one_pending()
                     keep(even, never, base)
-                    if lane == 0:
-                        mbarrier_arrive(done)
-                    done = u32(empty + stage * u32(8))
+                    release(done, lane)
+                    done = u32(freed + stage * u32(8))
                     stage = u32(stage + u32(1))
                     if stage == STAGES:
                         stage = u32(0)
@@ -260,9 +299,8 @@ def build(gemm: WgmmaGemm) -> Any:
                     acc = multiply(acc, even, u64(DESCRIPTOR) | u64((base + stage * u32(X_STAGE)) >> u32(4)))
                     wait_one_pending()
                     keep(odd, never, base)
-                    if lane == 0:
-                        mbarrier_arrive(done)
-                    done = u32(empty + stage * u32(8))
+                    release(done, lane)
+                    done = u32(freed + stage * u32(8))
                     stage = u32(stage + u32(1))
                     if stage == STAGES:
                         stage = u32(0)
@@ -274,12 +312,10 @@ def build(gemm: WgmmaGemm) -> Any:
                     acc = multiply(acc, odd, u64(DESCRIPTOR) | u64((base + stage * u32(X_STAGE)) >> u32(4)))
                     wait_one_pending()
                     keep(even, never, base)
-                    if lane == 0:
-                        mbarrier_arrive(done)
+                    release(done, lane)
                     acc = wait_all(acc)
                     keep(odd, never, base)
-                    if lane == 0:
-                        mbarrier_arrive(empty + stage * u32(8))
+                    release(u32(freed + stage * u32(8)), lane)
                     stage = u32(stage + u32(1))
                     if stage == STAGES:
                         stage = u32(0)
@@ -292,37 +328,37 @@ def build(gemm: WgmmaGemm) -> Any:
                         acc = multiply(acc, even, u64(DESCRIPTOR) | u64((base + stage * u32(X_STAGE)) >> u32(4)))
                         acc = wait_all(acc)
                         keep(even, never, base)
-                        if lane == 0:
-                            mbarrier_arrive(empty + stage * u32(8))
+                        release(u32(freed + stage * u32(8)), lane)
                         stage = u32(stage + u32(1))
                         if stage == STAGES:
                             stage = u32(0)
                             phase = u32(phase ^ u32(1))
 
-                sums = workspace + u64(FLAG_BYTES) + u64(side) * u64(PARTIAL)
+                part = u32(rank + rank + side)
+                sums = workspace + u64(FLAG_BYTES) + u64(part) * u64(PARTIAL)
                 if g0 != 0:
-                    write_partial(acc, sums + u64(block) * u64(2 * PARTIAL), local)
+                    write_partial(acc, sums + u64(block) * u64(SIDES * PARTIAL), local)
                     cuda.threadfence()
                     named_barrier(side + u32(1), u32(128))
                     if local == 0:
-                        store_release(workspace + u64(block * u32(8) + side * u32(4)), u32(1))
+                        store_release(workspace + u64((block * u32(SIDES) + part) * u32(4)), u32(1))
                 else:
                     end = u32((tile + u32(1)) * groups)
                     other = u32(block + u32(1))
                     while g1 != groups and range_start(other, split, blocks) < end:
-                        flag = workspace + u64(other * u32(8) + side * u32(4))
+                        flag = workspace + u64((other * u32(SIDES) + part) * u32(4))
                         if local == 0:
                             while load_acquire(flag) == 0:
                                 pass
                         named_barrier(side + u32(1), u32(128))
-                        acc = add_partial(acc, sums + u64(other) * u64(2 * PARTIAL), local)
+                        acc = add_partial(acc, sums + u64(other) * u64(SIDES * PARTIAL), local)
                         named_barrier(side + u32(1), u32(128))
                         if local == 0:
                             store_release(flag, u32(0))
                         other = u32(other + u32(1))
-                    token_tile, pair = locate(tile, swath, pairs, token_tiles)
+                    token_tile, slab_set = locate(tile, swath, sets, token_tiles)
                     token = token_tile * u32(TOKENS)
-                    slab = u32(pair + pair + side)
+                    slab = u32(slab_set * u32(SIDES) + part)
                     if slab < slabs:
                         n = u64(slab * u32(64) + row) * u64(4)
                         scale_a = load_float(row_scale + n)
@@ -342,6 +378,9 @@ def build(gemm: WgmmaGemm) -> Any:
                         )  # fmt: skip
             if local == 0:
                 bulk_wait_all()
+        if CLUSTER > 1:
+            # The other block may still write here and arrive at these barriers.
+            cluster_sync()
 
     signature = types.void(*(numba_type(spec) for _, spec in ARGUMENTS))
     return gemm_wgmma, signature

@@ -11,7 +11,6 @@ from frink_numba.kernels.ptx import instruction
 
 mbarrier_init = instruction("mbarrier.init.shared::cta.b64 [$0], $1;", None, "u32", "u32")
 mbarrier_expect = instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", None, "u32", "u32")
-mbarrier_arrive = instruction("mbarrier.arrive.shared::cta.b64 _, [$0];", None, "u32")
 # Returns once the phase of this parity has completed; the hardware suspends the thread while it waits.
 mbarrier_wait = instruction(
     "{\n.reg .pred done;\nWAIT_${:uid}:\nmbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;\n"
@@ -20,6 +19,10 @@ mbarrier_wait = instruction(
     "u32",
     "u32",
 )
+# The same barrier of another block of the cluster: `$1` is the block's rank.
+peer_address = instruction("mapa.shared::cluster.u32 $0, $1, $2;", "u32", "u32", "u32", pure=True)
+cluster_rank = instruction("mov.u32 $0, %cluster_ctarank;", "u32")
+cluster_sync = instruction("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;", None)
 fence_barrier_init = instruction("fence.mbarrier_init.release.cluster;", None)
 # Ordinary stores to shared memory become visible to the copy engine and the tensor cores.
 fence_proxy_async = instruction("fence.proxy.async.shared::cta;", None)
@@ -37,6 +40,19 @@ tma_load_2d = instruction(
     "u32",
     "u32",
     "u32",
+)
+# The same box into every block of the cluster whose bit is set in the mask (`$5`), at the same address, signalling the
+# barrier at the same address there.
+tma_multicast_2d = instruction(
+    "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+    "[$0], [$1, {$3, $4}], [$2], $5;",
+    None,
+    "u32",
+    "u64",
+    "u32",
+    "u32",
+    "u32",
+    "u16",
 )
 # (destination, source, bytes, barrier): contiguous bytes, all multiples of 16.
 bulk_load = instruction(

@@ -24,13 +24,16 @@ def check(answer: Any, what: str) -> Any:
 
 
 class LoadedKernel:
-    """A kernel in the current context. `arguments` are its parameter types in order ("u64", "u32", "f32")."""
+    """A kernel in the current context. `arguments` are its parameter types in order ("u64", "u32", "f32").
 
-    def __init__(self, cubin: Cubin, arguments: Sequence[str], threads: int, shared: int) -> None:
+    `shared`: bytes of dynamic shared memory; `cluster`: blocks that run together, sharing their shared memory (sm_90).
+    """
+
+    def __init__(self, cubin: Cubin, arguments: Sequence[str], threads: int, shared: int, cluster: int = 1) -> None:
         from cuda.bindings import driver
 
         self.arguments = tuple(arguments)
-        self.threads, self.shared = threads, shared
+        self.threads, self.shared, self.cluster = threads, shared, cluster
         self._module = check(driver.cuModuleLoadData(cubin.code), f"loading {cubin.entry[:60]}")
         self.function = check(driver.cuModuleGetFunction(self._module, cubin.entry.encode()), "finding the kernel")
         if shared > 48 * 1024:
@@ -60,21 +63,34 @@ class Launch:
 
         if len(values) != len(kernel.arguments):
             raise TypeError(f"the kernel takes {len(kernel.arguments)} arguments, got {len(values)}")
+        if blocks % kernel.cluster:
+            raise ValueError(f"{blocks} blocks do not form clusters of {kernel.cluster}")
         self._kernel = kernel  # keeps the module alive
-        self._launch = driver.cuLaunchKernel
+        self._launch = driver.cuLaunchKernelEx
         self._values = [_C_TYPES[kind](value) for kind, value in zip(kernel.arguments, values, strict=True)]
         self._pointers = (ctypes.c_void_p * len(self._values))(*(ctypes.addressof(v) for v in self._values))
         self._address = ctypes.addressof(self._pointers)
-        self.blocks = blocks
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
+        config.sharedMemBytes = kernel.shared
+        if kernel.cluster > 1:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            attribute.value.clusterDim.x = kernel.cluster
+            attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
+            config.attrs = [attribute]
+            config.numAttrs = 1
+        self._config = config
+        self._stream: int | None = None
 
     def set(self, index: int, value: float) -> None:
         """Change argument `index` for the launches to come."""
         self._values[index].value = value
 
     def __call__(self, stream: int) -> None:
-        kernel = self._kernel
-        (status,) = self._launch(
-            kernel.function, self.blocks, 1, 1, kernel.threads, 1, 1, kernel.shared, stream, self._address, 0
-        )
+        if stream != self._stream:
+            self._config.hStream = self._stream = stream
+        (status,) = self._launch(self._config, self._kernel.function, self._address, 0)
         if status:
             raise DeviceError(f"a kernel launch failed: {status.name} ({int(status)})")

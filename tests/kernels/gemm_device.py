@@ -38,6 +38,7 @@ def run_product(
     bias: np.ndarray | None = None,
     add_to: np.ndarray | None = None,
     tokens: int | None = None,
+    cluster: int | None = None,
     runs: int = 1,
     spare_columns: int = 0,
 ) -> Ran:
@@ -58,7 +59,7 @@ def run_product(
         address(device_bias) if device_bias is not None else 0,
         float(np.abs(bias).max()) if bias is not None else 0.0,
     )
-    product = gemms.product(weights, m, gate=gate, half=half, tokens=tokens)
+    product = gemms.product(weights, m, gate=gate, half=half, tokens=tokens, cluster=cluster)
     source = cuda.to_device(np.ascontiguousarray(x))
     nan16 = np.full((m, k), np.nan, np.float16)
     operand, scale, norm = cuda.to_device(nan16), _nans(filled(m)), _nans(filled(m))
@@ -68,7 +69,7 @@ def run_product(
     gemms.half_rows(address(source), m, k, rows)(0)
     item = np.float16 if half else np.float32
     # A pitch that tensor maps can take, and untouched columns beyond the result.
-    width = -(-(packed.outputs + spare_columns) // 8) * 8
+    width = -(-(packed.outputs + spare_columns) // 8) * 8 + 8
     results, out_scale = [], None
     for _ in range(runs):
         start = np.full((m + 1, width), np.nan, item)
@@ -88,7 +89,9 @@ def run_product(
         stream.synchronize()
         back = out.copy_to_host()
         assert np.isnan(back[m:]).all(), "rows beyond the result were written"
-        assert np.isnan(back[:, packed.outputs :]).all(), "columns beyond the result were written"
+        # The copy engine writes whole 16-byte pieces.
+        written = -(-packed.outputs * item().itemsize // 16) * 16 // item().itemsize
+        assert np.isnan(back[:, written:]).all(), "columns beyond the result were written"
         results.append(back[:m, : packed.outputs].astype(np.float32))
     assert not workspace.copy_to_host()[:8192].any(), "the workspace's flags are not back at zero"
     host_scale = out_scale.copy_to_host()[:m] if half and out_scale is not None else None
