@@ -1,0 +1,76 @@
+"""Whole layers on a GPU against the float64 truth, over a pairwise cover of what the stack serves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from frink_numba.backend import Serve
+from frink_numba.cuda.backend import CudaBackend
+from frink_numba.cuda.classify import decline_reason
+from frink_numba.cuda.device import open_device
+from frink_numba.cuda.shapes import check_layer
+from frink_numba.host.backend import HostBackend
+from tests import reference
+from tests.differential.gpu import run_twice, step_over, take
+from tests.differential.layer_cases import AT_LEAST, CHOICES, Case, cases, make_inputs, make_layer
+
+BOUND = 1e-5
+
+
+def check(case: Case, layer, hidden, keys, values, answer) -> None:
+    got, k, v = answer
+    want, want_k, want_v = reference.layer(layer, hidden, keys, values)
+    assert reference.relative_error(got, want) < BOUND, case
+    assert reference.relative_error(k, want_k) < BOUND, case
+    assert reference.relative_error(v, want_v) < BOUND, case
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_a_layer_on_the_gpu_equals_the_truth(case: Case):
+    """R14, R17 to R19, R24: under 1e-5, K/V rows too; two runs over poisoned memory are bitwise equal."""
+    layer = make_layer(case)
+    hidden, keys, values = make_inputs(case)
+    step = step_over([layer], hidden, [(keys, values)])
+    backend = CudaBackend([layer], open_device(0))
+    assert isinstance(backend.can_serve(0, step), Serve)
+    answer = run_twice(backend, step)
+    backend.close()
+    check(case, layer, hidden, keys, values, answer)
+
+
+@pytest.mark.parametrize("case", cases()[::40], ids=str)
+def test_the_host_agrees_with_the_truth_on_the_same_layers(case: Case):
+    """The cases are sound: what the device is held to, the host reaches too (R24)."""
+    layer = make_layer(case)
+    hidden, keys, values = make_inputs(case)
+    step = step_over([layer], hidden, [(keys.astype(np.float32), values.astype(np.float32))])
+    check(case, layer, hidden, keys, values, take(HostBackend([layer]).run(0, 1, step)))
+
+
+def test_the_cover_is_what_it_claims():
+    """At least 200 layers; every two choices of any two options meet, in covers of three orders."""
+    assert len(cases()) >= AT_LEAST
+    kinds = Counter(case.kind for case in cases())
+    assert set(kinds) == set(CHOICES["kind"])
+    seen = {
+        (case.kind, case.options.head_dim, case.start_pos, case.batch, case.options.heads, case.options.qk_norm)
+        for case in cases()
+    }
+    for a, b in combinations(range(6), 2):
+        met = {(entry[a], entry[b]) for entry in seen}
+        sizes = [len({entry[i] for entry in seen}) for i in (a, b)]
+        if {a, b} != {4, 5} and 4 not in (a, b):  # heads: 3, 4 or 6, by the K/V heads beside them
+            assert len(met) == sizes[0] * sizes[1]
+
+
+@pytest.mark.parametrize("case", cases()[::16], ids=str)
+def test_every_case_is_served(case: Case):
+    """A case that is declined would test nothing."""
+    layer = make_layer(case)
+    assert decline_reason(layer) is None
+    check_layer(layer)
