@@ -15,6 +15,7 @@ import pytest
 from frink_numba.errors import TokenizerError, UnsupportedModelError
 from frink_numba.host.gguf import GgufFile
 from frink_numba.host.tokenizer import Tokenizer
+from tests import transformers_oracle
 from tests.gguf_writer import write_gguf
 from tests.golden.tokenizer_cases import load
 from tests.vocabularies import CONTROL, NORMAL, USER_DEFINED, byte_level, keys, letters, sentencepiece
@@ -108,22 +109,21 @@ def test_threads_share_a_tokenizer(smollm2: Tokenizer) -> None:
 
 
 @pytest.mark.oracle
-def test_golden_is_what_transformers_says(smollm2_path: Path) -> None:
+def test_golden_is_what_transformers_says(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recomputes the golden's fallback column, and the ids under the published pre-tokenizer."""
-    import transformers
     from tokenizers import pre_tokenizers
 
-    where = {"pretrained_model_name_or_path": str(smollm2_path.parent), "gguf_file": smollm2_path.name}
-    oracle = transformers.AutoTokenizer.from_pretrained(**where)
+    oracle = transformers_oracle.tokenizer(smollm2_path)
 
     def ids(text: str, special: bool) -> list[int]:
         return oracle(text, add_special_tokens=False, split_special_tokens=not special)["input_ids"]
 
     for case in CASES:
         assert ids(case["text"], special=False) == case.get("as_read", case["ids"])
-    oracle.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    published = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
+    monkeypatch.setattr(oracle.backend_tokenizer, "pre_tokenizer", published)
     for case in CASES:
         assert ids(case["text"], special=False) == case["ids"]
         assert ids(case["text"], special=True) == case.get("special", case["ids"])

@@ -53,7 +53,7 @@ def test_pinned_pieces() -> None:
     """Fault 31: one blank before the text, after BOS too; emoji are their bytes, not unknown."""
     assert pieces(tokenizer().encode("<s>[INST] hi", special=True)) == ["<s>", "▁[", "INST", "]", "▁hi"]
     assert pieces(tokenizer().encode("a\n🦙")) == ["<s>", "▁a", "<0x0A>", "<0xF0>", "<0x9F>", "<0xA6>", "<0x99>"]
-    assert pieces(tokenizer().encode("3333+777\n\n  x"))[-5:] == ["7", "<0x0A>", "<0x0A>", "▁", "▁x"]
+    assert pieces(tokenizer().encode("3333+777\n\n  x"))[-5:] == ["7", "<0x0A>", "<0x0A>", "▁▁", "x"]
 
 
 def test_text_after_a_special_token_is_encoded_as_a_text_of_its_own() -> None:
