@@ -33,7 +33,7 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 
 def head_norm(x: np.ndarray, weight: np.ndarray | None, eps: float) -> np.ndarray:
-    """The norm of Q or K [n, heads, head_dim]: per head, or over all heads when the weight is as long as all of them."""
+    """The norm of Q or K [n, heads, head_dim]: of each head, or of all when the weight is as long as all of them."""
     if weight is None:
         return x
     n, heads, head_dim = x.shape

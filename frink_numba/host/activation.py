@@ -14,8 +14,8 @@ from frink_numba.layer import Activation
 
 _CHUNK = 1 << 15  # elements worked on at once: five passes over them stay in the second-level cache
 
-# exp(x^2) erfc(x) = t * polynomial(t) with t = 1 / (1 + x/2), x >= 0: lowest power first. A Chebyshev fit of degree 8 to
-# math.erfc over 0 <= x <= 12; erfc is then within 4e-7 in float32.
+# exp(x^2) erfc(x) = t * polynomial(t) with t = 1 / (1 + x/2), x >= 0: lowest power first. A Chebyshev fit of degree 8
+# to math.erfc over 0 <= x <= 12; erfc is then within 4e-7 in float32.
 _ERFC = (
     0.282084814, 0.282399583, 0.24296236, 0.203085597, -0.0271553891, 0.278213016, -0.486777835, 0.284109026,
     -0.0589212086,

@@ -17,6 +17,9 @@ from frink_numba.host.scratch import Scratch
 _COLUMNS = 384  # queries times heads of a group in a block
 _LEAST_QUERIES = 16
 _LEAST_KEYS = 512  # at least as many as queries in a block, so that a query's own key lies in its first block
+_ONE_QUERY_KEYS = (
+    256  # keys of one query's product: some BLAS have a quick way for small ones (AVX-512: 4 times at 512)
+)
 _SCORES = 1 << 18  # elements of a block of scores, unless the least keys ask for more: 1 MiB stays in the cache
 
 
@@ -70,7 +73,7 @@ def _attend_one(
     n_kv_heads, group, _ = q.shape
     scores = scratch.array("scores", n_kv_heads, group, keys.shape[0])
     np.multiply(q, rule.scale / rule.softcap if rule.softcap else rule.scale, out=q)
-    np.matmul(q, keys.transpose(1, 2, 0), out=scores)
+    _one_query_scores(q, keys, scores)
     if rule.softcap:
         np.tanh(scores, out=scores)
         np.multiply(scores, rule.softcap, out=scores)
@@ -85,6 +88,19 @@ def _attend_one(
         total += np.exp(sinks - peak)
     np.matmul(scores, values.transpose(1, 0, 2), out=out)
     np.divide(out, total, out=out)
+
+
+def _one_query_scores(q: np.ndarray, keys: np.ndarray, scores: np.ndarray) -> None:
+    """scores[h] = q[h] keys[:, h]^T, in as many equal pieces as there are, and a rest."""
+    n_kv_heads, group, head_dim = q.shape
+    pieces, rest = divmod(keys.shape[0], _ONE_QUERY_KEYS)
+    even = pieces * _ONE_QUERY_KEYS
+    if rest:
+        np.matmul(q, keys[even:].transpose(1, 2, 0), out=scores[:, :, even:])
+    if pieces:
+        by_piece = keys[:even].reshape(pieces, _ONE_QUERY_KEYS, n_kv_heads, head_dim).transpose(2, 0, 3, 1)
+        out = scores[:, :, :even].reshape(n_kv_heads, group, pieces, _ONE_QUERY_KEYS).transpose(0, 2, 1, 3)
+        np.matmul(q[:, None], by_piece, out=out)
 
 
 class _Block:

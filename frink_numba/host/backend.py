@@ -83,9 +83,9 @@ class HostBackend:
         if hidden is None or hidden.shape != want or hidden.dtype != np.float32:
             got = "none" if hidden is None else f"{hidden.dtype} {list(hidden.shape)}"
             raise ShapeError(f"layer {l} needs a hidden batch float32 {list(want)}, got {got}")
-        for number, layer in enumerate(layers, l):
-            if layer.hidden != want[1]:
-                raise ShapeError(f"layer {number} is {layer.hidden} wide, layer {l} {want[1]}")
+        for other in layers:
+            if other.hidden != want[1]:
+                raise ShapeError(f"layer {other.number} is {other.hidden} wide, layer {l} {want[1]}")
         return layers
 
     def _take_scratch(self) -> Scratch:
@@ -142,7 +142,7 @@ def _run(layers: Sequence[PreparedLayer], l: int, step: Step, store: WeightStore
 
 
 def _rows_with_tail(cache: LayerCache, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """K and V [rows + n, heads, width]: the cache's own memory where it offers a tail, else a copy with room for one."""
+    """K and V [rows + n, heads, width]: the cache's own memory where it offers a tail, else a copy."""
     if isinstance(cache, LayerKV):
         return cache.with_tail(n)
     longer = []

@@ -61,8 +61,8 @@ def _attention(
 
     if not layer.norm_after_rope:
         _head_norms(layer, q, k, scratch)
-    if layer.rope is not None and table is not None:
-        rotate(by_head[: heads + kv_heads], table, layer.rope.rot_dim, layer.rope.layout, scratch)
+    if table is not None:
+        rotate(by_head[: heads + kv_heads], table, scratch)
     if layer.norm_after_rope:
         _head_norms(layer, q, k, scratch)
 

@@ -1,4 +1,4 @@
-"""The host's K/V rows of every layer: authoritative, in the order of positions, changed all layers or none (R9 to R13)."""
+"""The host's K/V rows of every layer: authoritative, in the order of positions, changed all layers or none (R10)."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class LayerKV:
         return k[self.rows :], v[self.rows :]
 
     def with_tail(self, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Writable views of K and V with `n` more rows than there are: the prefix, which is not to be written, and the tail.
+        """Writable views of K and V with `n` more rows than there are: the prefix, to be read only, and the tail.
 
         CacheError when the positions would pass the context length.
         """

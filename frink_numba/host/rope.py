@@ -11,19 +11,23 @@ from frink_numba.layer import Rope, RopeLayout
 
 
 class RopeTable(NamedTuple):
-    """Cosine and sine of every pair and position, the magnitude scale included: float32 [rot_dim/2, n]."""
+    """What each rotated channel is multiplied by, and what its partner is: float32 [rot_dim, n], magnitude included.
+
+    x becomes x * cos + partner(x) * sin, where `sin` is negative for the first channel of a pair.
+    """
 
     cos: np.ndarray
     sin: np.ndarray
+    layout: RopeLayout
 
 
-RopeKey: TypeAlias = tuple[float, int, float, bytes]
+RopeKey: TypeAlias = tuple[float, int, RopeLayout, float, bytes]
 
 
 def rope_key(rope: Rope) -> RopeKey:
-    """Equal for ropes with equal tables: layers share a step's table by it. The layout does not matter to a table."""
+    """Equal for ropes with equal tables: layers share a step's table by it."""
     factors = b"" if rope.freq_factors is None else np.asarray(rope.freq_factors, np.float64).tobytes()
-    return rope.theta, rope.rot_dim, rope.magnitude_scale, factors
+    return rope.theta, rope.rot_dim, rope.layout, rope.magnitude_scale, factors
 
 
 def rope_table(rope: Rope, start: int, n: int) -> RopeTable:
@@ -36,23 +40,27 @@ def rope_table(rope: Rope, start: int, n: int) -> RopeTable:
     if rope.freq_factors is not None:
         frequencies /= rope.freq_factors
     angles = np.outer(frequencies, np.arange(start, start + n, dtype=np.float64))
-    scale = rope.magnitude_scale
-    return RopeTable((scale * np.cos(angles)).astype(np.float32), (scale * np.sin(angles)).astype(np.float32))
+    cos, sin = rope.magnitude_scale * np.cos(angles), rope.magnitude_scale * np.sin(angles)
+    axis = 0 if rope.layout is RopeLayout.NEOX else 1  # where the two channels of a pair stand side by side
+    shape = (rope.rot_dim, n)
+    return RopeTable(
+        np.stack((cos, cos), axis).astype(np.float32).reshape(shape),
+        np.stack((-sin, sin), axis).astype(np.float32).reshape(shape),
+        rope.layout,
+    )
 
 
-def rotate(x: np.ndarray, table: RopeTable, rot_dim: int, layout: RopeLayout, scratch: Scratch) -> None:
-    """Turn the first `rot_dim` channels of every head of `x` float32 [heads, head_dim, n], in place."""
+def rotate(x: np.ndarray, table: RopeTable, scratch: Scratch) -> None:
+    """Turn the first rot_dim channels of every head of `x` float32 [heads, head_dim, n], in place."""
     heads, _, n = x.shape
-    half = rot_dim // 2
-    if layout is RopeLayout.NEOX:
-        first, second = x[:, :half], x[:, half:rot_dim]
-    else:
-        first, second = x[:, 0:rot_dim:2], x[:, 1:rot_dim:2]
-    turned = scratch.array("rope", 2, heads, half, n)
-    cos, sin = table
-    np.multiply(second, sin, out=turned[0])
-    np.multiply(first, sin, out=turned[1])
-    np.multiply(first, cos, out=first)
-    np.multiply(second, cos, out=second)
-    np.subtract(first, turned[0], out=first)
-    np.add(second, turned[1], out=second)
+    cos, sin, layout = table
+    rot_dim = cos.shape[0]
+    rotated = x[:, :rot_dim]
+    # Views with an axis of 2 for the pair; reversed along it, every channel stands where its partner was.
+    split = (2, rot_dim // 2, n) if layout is RopeLayout.NEOX else (rot_dim // 2, 2, n)
+    pairs = rotated.reshape(heads, *split)
+    partners = pairs[:, ::-1] if layout is RopeLayout.NEOX else pairs[:, :, ::-1]
+    turned = scratch.array("rope", heads, rot_dim, n)
+    np.multiply(partners, sin.reshape(split), out=turned.reshape(pairs.shape))
+    np.multiply(rotated, cos, out=rotated)
+    np.add(rotated, turned, out=rotated)
