@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from frink_numba import registry, settings
 from frink_numba.backend import Backend
 from frink_numba.cli.requirements import installed, requirements
-from frink_numba.driver import Driver, query_driver
+from frink_numba.driver import Device, Driver, query_driver
 from frink_numba.errors import FrinkError
 from frink_numba.layer import Layer
 
@@ -111,16 +111,7 @@ def gpu(driver: Driver) -> list[Check]:
     found = [Check("driver", WARN if driver.problem else OK, f"{driver.version or 'unknown version'}, CUDA {cuda}")]
     if driver.problem:
         found.append(Check("devices", WARN, driver.problem, "nvidia-smi tells more; reinstall or restart the driver"))
-    for device in driver.devices:
-        major, minor = device.compute_capability
-        found.append(
-            Check(
-                f"device {device.number}",
-                OK,
-                f"{device.name}, {device.memory / 2**30:.1f} GiB, compute capability {major}.{minor}, "
-                f"{device.multiprocessors} multiprocessors",
-            )
-        )
+    found += [_device(device) for device in driver.devices]
     extra = _cuda_extra(driver)
     missing = [w.name for w in requirements() if w.extra == extra and installed(w.name) is None]
     if driver.devices and missing:
@@ -201,6 +192,21 @@ def cache() -> list[Check]:
 def _cuda_extra(driver: Driver) -> str:
     """The extra for the newest CUDA that the driver runs."""
     return "cu12" if driver.cuda_version and driver.cuda_version[0] <= 12 else "cu13"
+
+
+def _device(device: Device) -> Check:
+    from frink_numba.cuda.tier import choose_tier
+
+    major, minor = device.compute_capability
+    facts = (
+        f"{device.name}, {device.memory / 2**30:.1f} GiB, compute capability {major}.{minor}, "
+        f"{device.multiprocessors} multiprocessors"
+    )
+    try:
+        tier = choose_tier(settings.get("FRINK_CUDA_TIER"), device.compute_capability)
+    except FrinkError as error:
+        return Check(f"device {device.number}", WARN, f"{facts}; {error}", "unset FRINK_CUDA_TIER")
+    return Check(f"device {device.number}", OK, f"{facts}, kernel tier {tier}")
 
 
 def _blas() -> Check:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from typing import Any
 
 from frink_numba.cli import output
 
@@ -45,7 +46,7 @@ def _list(as_json: bool) -> None:
     from frink_numba.host.fetch import resolve
     from frink_numba.host.known_models import KNOWN_MODELS
 
-    entries = []
+    entries: list[dict[str, Any]] = []
     for model in KNOWN_MODELS.values():
         try:
             path: str | None = str(resolve(model.name))

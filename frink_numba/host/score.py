@@ -43,6 +43,7 @@ def token_log_probabilities(
                 decoder.prefill(tokens[first:last], cache, logits=None)
                 continue
             logits = decoder.prefill(tokens[first:last], cache, logits="all").logits
+            assert logits is not None  # "all" was asked for
             scores[fresh:last] = log_softmax_at(logits[fresh - first :], tokens[fresh + 1 : last + 1])
             if progress:
                 progress(last, inputs)

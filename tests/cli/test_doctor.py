@@ -81,7 +81,9 @@ def test_a_gpu_without_packages_names_the_extra_for_its_driver(
     _packages(monkeypatch, numba_cuda=None)
     found = _by_name(checks.gpu(Driver("580.1", cuda, (_GPU,), None)))
     assert found["driver"].found == f"580.1, CUDA {cuda[0]}.{cuda[1]}"
-    assert found["device 0"].found.startswith("A GPU, 80.0 GiB, compute capability 9.0, 132 multiprocessors")
+    assert found["device 0"].found.startswith(
+        "A GPU, 80.0 GiB, compute capability 9.0, 132 multiprocessors, kernel tier "
+    )
     assert found["CUDA packages"].remedy == f'pip install "frink-numba[{extra}]"'
 
 
@@ -95,3 +97,12 @@ def test_a_driver_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) 
 def test_no_driver_is_no_fault() -> None:
     (check,) = checks.gpu(Driver(None, None, (), "no NVIDIA driver is installed"))
     assert (check.status, check.remedy) == (checks.ABSENT, "")
+
+
+def test_a_tier_that_the_device_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FRINK_CUDA_TIER", "wgmma")
+    old = Device(0, "An old GPU", 8 * 2**30, (7, 5), 40)
+    check = _by_name(checks.gpu(Driver("580.1", (13, 0), (old,), None)))["device 0"]
+    assert check.status == checks.WARN
+    assert "FRINK_CUDA_TIER=wgmma needs compute capability 9.0" in check.found
+    assert check.remedy == "unset FRINK_CUDA_TIER"
