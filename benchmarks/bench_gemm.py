@@ -65,11 +65,11 @@ class Case:
 class Bench:
     """Buffers, products and timing of one device, through torch."""
 
-    def __init__(self, replays: int, tokens: int | None = None, cluster: int | None = None) -> None:
+    def __init__(self, replays: int, tokens: int | None = None, cluster: int | None = None, half: bool = True) -> None:
         import torch
 
         self.torch = torch
-        self.replays, self.tokens, self.cluster = replays, tokens, cluster
+        self.replays, self.tokens, self.cluster, self.half = replays, tokens, cluster, half
         properties = torch.cuda.get_device_properties(0)
         self.machine = properties.name
         torch.zeros(1, device="cuda")
@@ -106,7 +106,10 @@ class Bench:
         filled = -(-case.m // 256) * 256
         half = torch.empty(copies, case.m, case.k, device="cuda", dtype=torch.float16)
         scale, norm = (torch.empty(copies, filled, device="cuda") for _ in range(2))
-        out = torch.full((copies, case.m, case.n), float("nan"), device="cuda")
+        pitch = -(-case.n // 8) * 8
+        kind = torch.float16 if self.half else torch.float32
+        out = torch.full((copies, case.m, pitch), float("nan"), device="cuda", dtype=kind)
+        out_scale = torch.ones(copies, filled, device="cuda")
         maps = torch.empty(copies, 256, dtype=torch.uint8, device="cuda")
         launches = []
         stream = torch.cuda.current_stream().cuda_stream
@@ -115,19 +118,28 @@ class Bench:
             weights = DeviceWeights(
                 base.kind.name, case.n, case.k, False, base.norm_bounds, data[i].data_ptr(), row_scale.data_ptr()
             )
-            product = self.gemms.product(weights, case.m, tokens=self.tokens, cluster=self.cluster)
+            product = self.gemms.product(weights, case.m, half=self.half, tokens=self.tokens, cluster=self.cluster)
             plan = product.plan
             rows = HalfRows(half[i].data_ptr(), scale[i].data_ptr(), norm[i].data_ptr())
             self.gemms.half_rows(x[i].data_ptr(), case.m, case.k, rows)(stream)
-            maps[i].copy_(torch.frombuffer(bytearray(product.maps(rows, out[i].data_ptr())), dtype=torch.uint8))
+            made = product.maps(rows, out[i].data_ptr(), pitch * out.element_size())
+            maps[i].copy_(torch.frombuffer(bytearray(made), dtype=torch.uint8))
             if product.workspace > self.workspace.numel():
                 raise RuntimeError(f"the workspace needs {product.workspace} bytes")
-            launches.append(product.bind(weights, rows, maps[i].data_ptr(), self.workspace.data_ptr()))
+            launches.append(
+                product.bind(
+                    weights,
+                    rows,
+                    maps[i].data_ptr(),
+                    self.workspace.data_ptr(),
+                    out_scale=out_scale[i].data_ptr() if self.half else 0,
+                )
+            )
         for launch in launches:
             launch(stream)
         torch.cuda.synchronize()
         if check:
-            self._check(case, x, out, values, copies)
+            self._check(case, x, out, out_scale, values, copies)
         graph = self._capture(lambda: [launch(torch.cuda.current_stream().cuda_stream) for launch in launches])
         other = None
         if baseline:
@@ -147,16 +159,18 @@ class Bench:
         ours, theirs = self._time(graph, other, copies)
         return ours, theirs, plan
 
-    def _check(self, case: Case, x: Any, out: Any, values: Any, copies: int) -> None:
+    def _check(self, case: Case, x: Any, out: Any, out_scale: Any, values: Any, copies: int) -> None:
         torch = self.torch
         picked = torch.randperm(case.m, device="cuda")[:64]
         for i in (0, copies - 1):
             reference = x[i][picked].double() @ values.T
             reference = reference.repeat(1, -(-case.n // _BASE_ROWS))[:, : case.n]
-            got = out[i][picked].double()
+            got = out[i][picked][:, : case.n].double() * out_scale[i][picked][:, None].double()
             error = ((got - reference).norm() / reference.norm()).item()
-            if not error < 2e-3 or torch.isnan(out[i]).any().item():
-                raise RuntimeError(f"{case}: relative error {error}, not a number: {torch.isnan(out[i]).sum().item()}")
+            if not error < 2e-3 or torch.isnan(out[i][:, : case.n]).any().item():
+                raise RuntimeError(
+                    f"{case}: relative error {error}, not a number: {torch.isnan(out[i][:, : case.n]).sum().item()}"
+                )
 
     def _capture(self, run: Any) -> Any:
         torch = self.torch
@@ -192,6 +206,7 @@ def main() -> int:
     parser.add_argument("--m", default="16,64,512,2048,8192")
     parser.add_argument("--shapes", default="smollm2,3b,8b,70b")
     parser.add_argument("--replays", type=int, default=9)
+    parser.add_argument("--result", choices=["f16", "f32"], default="f16", help="torch's is f16")
     parser.add_argument("--tokens", type=int, help="force the tokens of a tile")
     parser.add_argument("--cluster", type=int, help="force the blocks of a cluster")
     parser.add_argument("--no-baseline", action="store_true")
@@ -199,7 +214,7 @@ def main() -> int:
     parser.add_argument("--receipt", type=Path, help="write the figures here")
     arguments = parser.parse_args()
 
-    bench = Bench(arguments.replays, arguments.tokens, arguments.cluster)
+    bench = Bench(arguments.replays, arguments.tokens, arguments.cluster, arguments.result == "f16")
     rows: list[Row] = []
     ratios: dict[tuple[str, int], list[float]] = {}
     for model in arguments.shapes.split(","):

@@ -163,7 +163,9 @@ class Gemms:
 
 def wgmma_source(variant: WgmmaGemm) -> Source:
     """What to compile for a variant."""
-    return Source(f"gemm_wgmma {variant!r}", functools.partial(gemm_wgmma.build, variant), gemm_wgmma.THREADS)
+    return Source(
+        f"gemm_wgmma {variant!r}", functools.partial(gemm_wgmma.build, variant), gemm_wgmma.THREADS, variant.resident
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,24 +56,24 @@ class Epilogue:
     def chunk_tokens(self, tokens: int) -> int:
         return min(CHUNK, tokens)
 
+    def scale_size(self, tokens: int) -> int:
+        """Bytes of the tokens' scales in shared memory, of one warp group."""
+        return max(128, tokens * (8 if self.half else 4))
+
     def buffer_size(self, tokens: int) -> int:
         """Bytes of one staging buffer of one warp group, a multiple of 1024."""
         return max(1024, self.chunk_tokens(tokens) * self.columns * self.item)
 
 
+PLAIN = Epilogue()
+
+
 def _activate(e: Emitter, gate: str, g: Register) -> Register:
     """silu(g), or GELU in its tanh form: both are g * sigmoid(z)."""
-    if gate == "swiglu":
-        z = g
-    else:
-        z = g * 1.5957691216057308 + g * g * g * 0.07135481627260025  # 2 sqrt(2/pi) (g + 0.044715 g^3)
+    # 2 sqrt(2/pi) (g + 0.044715 g^3)
+    z = g if gate == "swiglu" else g * 1.5957691216057308 + g * g * g * 0.07135481627260025
     power = e.asm("ex2.approx.ftz.f32 $0, $1;", "f32", [z * -1.4426950408889634], pure=True)
     return g * e.asm("rcp.approx.ftz.f32 $0, $1;", "f32", [power + 1.0], pure=True)
-
-
-def _pair_scales(e: Emitter, pointer: Register, token: int, t: Register) -> Any:
-    """The float32 of tokens token + 2t and token + 2t + 1."""
-    return e.asm("ld.global.v2.f32 {$0,$1}, [$2];", "f32x2", [pointer + 4 * token + e.widen(t << 3)])
 
 
 def _out_scales(e: Emitter, norm: Register, bounds: Sequence[Register]) -> tuple[Register, Register]:
@@ -90,20 +90,22 @@ def _out_scales(e: Emitter, norm: Register, bounds: Sequence[Register]) -> tuple
 
 @functools.cache
 def store_tile(tokens: int, epilogue: Epilogue) -> Any:
-    """The op store(acc, thread, barrier, staging, map, column, token, scale_a, scale_b, bias_a, bias_b, token_scale,
-    token_norm, out_scale, c2, c1, c0, add).
+    """The op store(acc, thread, barrier, staging, scales, map, column, token, scale_a, scale_b, bias_a, bias_b,
+    token_scales, token_norms, out_scale, c2, c1, c0, add).
 
-    `thread` counts in the warp group, `barrier` is its named barrier, `staging` its two buffers; `column` and `token` are
-    the tile's corner in the result; scale and bias those of rows g and g + 8; the three pointers are those of the
-    tile's first token. `out_scale` is 0 where another tile writes it.
+    `thread` counts in the warp group, `barrier` is its named barrier, `staging` its two buffers, `scales` its room for
+    the tokens' scales. `column` and `token` are the tile's corner in the result; scale and bias those of rows g and g + 8.
+    A thread brings the scale and norm of its tokens: `thread` and `thread` + 128, loaded long before. `out_scale` is
+    where the tile's first token has its power of two, 0 where another tile writes it.
     """
     count = tokens // 2
     size = epilogue.buffer_size(tokens)
     per_chunk = epilogue.chunk_tokens(tokens)
+    own = max(1, tokens // 128)
 
     @emitted(
-        None, f"f32x{count}", "u32", "u32", "u32", "u64", "u32", "u32", "f32", "f32", "f32", "f32", "u64", "u64", "u64",
-        "f32", "f32", "f32", "u32",
+        None, f"f32x{count}", "u32", "u32", "u32", "u32", "u64", "u32", "u32", "f32", "f32", "f32", "f32", "f32x2", "f32x2",
+        "u64", "f32", "f32", "f32", "u32",
     )  # fmt: skip
     def store(
         e: Emitter,
@@ -111,6 +113,7 @@ def store_tile(tokens: int, epilogue: Epilogue) -> Any:
         thread: Register,
         barrier: Register,
         staging: Register,
+        scales: Register,
         tensor_map: Register,
         column: Register,
         token: Register,
@@ -118,8 +121,8 @@ def store_tile(tokens: int, epilogue: Epilogue) -> Any:
         scale_b: Register,
         bias_a: Register,
         bias_b: Register,
-        token_scale: Register,
-        token_norm: Register,
+        token_scales: list[Register],
+        token_norms: list[Register],
         out_scale: Register,
         c2: Register,
         c1: Register,
@@ -128,7 +131,17 @@ def store_tile(tokens: int, epilogue: Epilogue) -> Any:
     ) -> None:
         lane, warp = thread & 31, thread >> 5
         g, t = lane >> 2, lane & 3
-        leader = _equal(e, thread, 0)
+        leader = _flag(e, "==", thread, 0)
+        with e.when(_flag(e, "<", thread, min(tokens, 128))):
+            for i in range(own):
+                place = thread + 128 * i
+                if epilogue.half:
+                    inverse, power = _out_scales(e, token_norms[i], (c2, c1, c0))
+                    e.asm("st.shared.v2.f32 [$0], {$1,$2};", None, [scales + (place << 3), token_scales[i], inverse])
+                    with e.when(out_scale):
+                        e.asm("st.global.f32 [$0], $1;", None, [out_scale + e.widen(place << 2), power])
+                else:
+                    e.asm("st.shared.f32 [$0], $1;", None, [scales + (place << 2), token_scales[i]])
         for chunk in range(tokens // per_chunk):
             buffer = staging + size * (chunk % 2)
             with e.when(leader):
@@ -136,20 +149,15 @@ def store_tile(tokens: int, epilogue: Epilogue) -> Any:
             e.asm("bar.sync $0, 128;", None, [barrier])
             results = []  # per block of 8 tokens: rows of [token 2t, token 2t + 1]
             for j in range(chunk * per_chunk // 8, (chunk + 1) * per_chunk // 8):
-                scales = _pair_scales(e, token_scale, 8 * j, t)
-                a = [acc[4 * j + v] * scale_a * scales[v] for v in range(2)]
-                b = [acc[4 * j + 2 + v] * scale_b * scales[v] for v in range(2)]
+                scale, inverses = _pair_scales(e, epilogue, scales, 8 * j, t)
+                a = [acc[4 * j + v] * scale_a * scale[v] for v in range(2)]
+                b = [acc[4 * j + 2 + v] * scale_b * scale[v] for v in range(2)]
                 if epilogue.gate:
                     rows = [[_activate(e, epilogue.gate, a[v]) * b[v] for v in range(2)]]
                 else:
                     rows = [[x + bias_a for x in a], [x + bias_b for x in b]]
                 if epilogue.half:
-                    norms = _pair_scales(e, token_norm, 8 * j, t)
-                    both = [_out_scales(e, norm, (c2, c1, c0)) for norm in norms]
-                    rows = [[row[v] * both[v][0] for v in range(2)] for row in rows]
-                    with e.when(out_scale):
-                        address = out_scale + 32 * j + e.widen(t << 3)
-                        e.asm("st.global.v2.f32 [$0], {$1,$2};", None, [address, both[0][1], both[1][1]])
+                    rows = [[row[v] * inverses[v] for v in range(2)] for row in rows]
                 results.append(rows)
             if epilogue.half:
                 _stage_half(e, epilogue, results, buffer, warp, lane)
@@ -163,8 +171,17 @@ def store_tile(tokens: int, epilogue: Epilogue) -> Any:
     return store
 
 
-def _equal(e: Emitter, a: Register, value: int) -> Register:
-    return Register(e, "u32", e.builder.zext(e.builder.icmp_unsigned("==", a.value, a._other(value)), a.value.type))
+def _pair_scales(e: Emitter, epilogue: Epilogue, scales: Register, token: int, t: Register) -> tuple[Any, Any]:
+    """Of tokens token + 2t and token + 2t + 1: (their scales, 1 / out_scale where the result is f16)."""
+    if epilogue.half:
+        four = e.asm("ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", "f32x4", [scales + 8 * token + (t << 4)])
+        return (four[0], four[2]), (four[1], four[3])
+    return e.asm("ld.shared.v2.f32 {$0,$1}, [$2];", "f32x2", [scales + 4 * token + (t << 3)]), None
+
+
+def _flag(e: Emitter, comparison: str, a: Register, value: int) -> Register:
+    bit = e.builder.icmp_unsigned(comparison, a.value, e.constant("u32", value).value)
+    return Register(e, "u32", e.builder.zext(bit, a.value.type))
 
 
 def _stage_float(

@@ -281,21 +281,23 @@ def _header_k4(m: Any, base: Any, row: Any) -> list[Any]:
 
 
 def _scales_k4(m: Any, base: Any, row: Any, step: int, header: Sequence[Any]) -> list[BlockScale]:
-    """Q4_K and Q5_K: (D, -dmin * 2**24) and 24 bits a step: two 6-bit scales, two 6-bit minima.
+    """Q4_K and Q5_K: (D, -dmin * 2**24), then three words of 6-bit scales and minima.
 
-    A minimum's bits are themselves the subnormal mn * 2**-24: one product gives C.
+    The half words of word s belong to the two sub-blocks of step s: scale at bit 0, minimum at bit 6. The upper four bits
+    of the halves of all three words together are step 3's. Both sub-blocks are computed in one register, then spread. A
+    minimum's bits are themselves the subnormal mn * 2**-24: one product gives C.
     """
     sides = []
     for side in range(2):
-        d_word, w1, w2, w3 = header[4 * side : 4 * side + 4]
-        bits = (w1, m.funnel(w1, w2, 24), m.funnel(w2, w3, 16), w3 >> 8)[step]
-        d, dmin = m.permute(d_word, d_word, _LOW), m.permute(d_word, d_word, _HIGH)
-        blocks = []
-        for sub in range(2):
-            scale = _times(m, _field(m, bits, 6 * sub, 6), 0, 0, d)
-            minimum = _field(m, bits, 12 + 6 * sub, 6)
-            blocks.append((scale, m.mul2(m.permute(minimum, minimum, _LOW), dmin)))
-        sides.append(blocks)
+        d_word, *words = header[4 * side : 4 * side + 4]
+        if step < 3:
+            bits = words[step]
+        else:
+            bits = ((words[0] >> 12) & 0x000F000F) | ((words[1] >> 8) & 0x00F000F0) | ((words[2] >> 4) & 0x0F000F00)
+        magic = (bits & 0x003F003F) | 0x64006400
+        d = m.mul2(m.sub2(magic, m.u32(half_bits(1024.0))), m.permute(d_word, d_word, _LOW))
+        c = m.mul2((bits >> 6) & 0x003F003F, m.permute(d_word, d_word, _HIGH))
+        sides.append([(m.permute(d, d, which), m.permute(c, c, which)) for which in (_LOW, _HIGH)])
     return [(*sides[0][block // 2], *sides[1][block // 2]) for block in range(4)]
 
 

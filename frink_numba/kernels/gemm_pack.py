@@ -206,8 +206,11 @@ def _super_block_scales(
         assert codes.dmin is not None and codes.minimum is not None
         head = np.empty((rows, blocks, 4), np.uint32)
         head[..., 0] = d | (_scaled_half(-codes.dmin, min_power).astype(np.uint32) << 16)
-        both = [x.reshape(rows, blocks, 4, 2) for x in (codes.scale, codes.minimum)]
-        head[..., 1:] = _six_bit_words(np.concatenate(both, axis=-1))
+        halves = (codes.scale | (codes.minimum << 6)).astype(np.uint32).reshape(rows, blocks, 4, 2)
+        steps = halves[..., 0] | (halves[..., 1] << 16)
+        for word in range(3):
+            spare = (steps[..., 3] >> (4 * word)) & 0x000F000F
+            head[..., 1 + word] = steps[..., word] | (spare << 12)
         return [head], None
     if name == "Q6_K":
         return [d[..., None]], (codes.scale + 128).astype(np.uint8).reshape(rows, blocks * 4, 4)

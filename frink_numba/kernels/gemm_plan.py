@@ -10,17 +10,25 @@ from dataclasses import dataclass
 
 TOKEN_TILES = (16, 32, 64, 128, 256)
 
-# Nanoseconds on an H200, fitted to benchmarks/receipts: what a token adds to a step (two slabs of 64 rows x 64 columns),
-# a step's least, what a byte from the L2 cache costs a multiprocessor, a launch, a tile's end, a partial tile.
-_STEP_PER_TOKEN = 2.65
-_STEP_LEAST = 200.0
-_BYTE = 1 / 52
+# Nanoseconds on an H200: a step (two slabs of 64 rows x 64 columns) and what each token adds, its least, the same of two
+# blocks that share a multiprocessor, what a byte from the L2 cache costs a multiprocessor, a launch, a tile's end, a
+# partial tile.
+_STEP, _STEP_PER_TOKEN = 60.0, 2.6
+_STEP_LEAST, _STEP_LEAST_SHARED = 220.0, 300.0
+_BYTE = 1 / 70
 _START = 3000.0
-_TILE_END, _TILE_END_PER_TOKEN = 500.0, 9.0
+_TILE_END, _TILE_END_PER_TOKEN = 700.0, 8.0
 _PART, _PART_PER_TOKEN = 800.0, 5.0
+# Blocks of a split are at different columns at a time: activations beyond this leave the L2 cache, and steps take longer.
+_SPLIT_BYTES, _SPLIT_PENALTY = 30 << 20, 1.2
 _LEAST_GROUPS = 2  # of four steps, a block of a split tile
 
 _BAND_BYTES = 24 << 20  # tokens walked through together stay in the L2 cache
+
+
+def blocks_on_multiprocessor(tokens: int, cluster: int) -> int:
+    """Blocks that a multiprocessor holds at a time: small tiles are short of warps, not of registers."""
+    return 2 if tokens <= 32 and cluster == 1 else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +68,25 @@ def make_plan(
     plans = []
     for t in tiles:
         for c in clusters:
-            step = max(_STEP_LEAST, _STEP_PER_TOKEN * t, (t * 128 / c + 2 * step_bytes) * _BYTE)
+            shared = blocks_on_multiprocessor(t, c)
+            least = _STEP_LEAST if shared == 1 else _STEP_LEAST_SHARED
+            step = max(least, _STEP + _STEP_PER_TOKEN * t, (t * 128 / c + 2 * step_bytes) * _BYTE * shared)
             for split in (False, True):
-                plan = _plan(m, rows, cols, multiprocessors, t, c, step, split)
+                plan = _plan(m, rows, cols, multiprocessors * shared, t, c, step, split)
                 if plan is not None:
                     plans.append(plan)
     return min(plans, key=lambda plan: (plan.nanoseconds, plan.cluster, plan.tokens, plan.split_tiles))
 
 
 def _plan(
-    m: int, rows: int, cols: int, multiprocessors: int, tokens: int, cluster: int, step: float, split: bool
+    m: int, rows: int, cols: int, places: int, tokens: int, cluster: int, step: float, split: bool
 ) -> Plan | None:
     token_tiles = -(-m // tokens)
     slabs = -(-rows // 64)
     steps = -(-cols // 64)
     groups = -(-steps // 4)
     tiles = token_tiles * -(-slabs // (2 * cluster))
-    workers = multiprocessors // cluster
+    workers = places // cluster
     tile_end = _TILE_END + _TILE_END_PER_TOKEN * tokens
     whole_tile = steps * step + tile_end
     swath = max(1, min(token_tiles, _BAND_BYTES // (tokens * cols * 2)))
@@ -93,6 +103,8 @@ def _plan(
     if workers == tiles:
         return None
     own = -(-split_tiles * groups // workers)
+    if m * cols * 2 > _SPLIT_BYTES:
+        step *= _SPLIT_PENALTY
     part = _PART + _PART_PER_TOKEN * tokens
     parts = 1 + -(-workers // split_tiles)  # written once, added by the tile's owner
     time = _START + own * 4 * step + parts * part + tile_end * -(-split_tiles // workers)

@@ -22,8 +22,9 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from frink_numba.kernels.gemm_epilogue import Epilogue
+from frink_numba.kernels.gemm_epilogue import PLAIN, Epilogue
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, FragmentKind
+from frink_numba.kernels.gemm_plan import blocks_on_multiprocessor
 
 THREADS = 384
 SHARED_LIMIT = 232448  # bytes a block may use on sm_90
@@ -59,8 +60,12 @@ class WgmmaGemm:
 
     kind: str
     tokens: int
-    epilogue: Epilogue = Epilogue()
+    epilogue: Epilogue = PLAIN
     cluster: int = 1
+
+    @property
+    def resident(self) -> int:
+        return blocks_on_multiprocessor(self.tokens, self.cluster)
 
     @property
     def row(self) -> FragmentKind:
@@ -76,14 +81,19 @@ class WgmmaGemm:
         return self.tokens * 128 + 2 * self.slot
 
     @property
+    def around(self) -> int:
+        """Bytes of shared memory beside the stages and their barriers: staging and scales of two warp groups."""
+        return 4 * self.epilogue.buffer_size(self.tokens) + 2 * self.epilogue.scale_size(self.tokens)
+
+    @property
     def stages(self) -> int:
-        free = SHARED_LIMIT - 1024 - 4 * self.epilogue.buffer_size(self.tokens) - 16 * _MOST_STAGES
-        return min(_MOST_STAGES, free // self.stage)
+        limit = SHARED_LIMIT if self.resident == 1 else SHARED_LIMIT // 2 - 1024
+        return min(_MOST_STAGES, (limit - self.around) // (self.stage + 16))
 
     @property
     def shared(self) -> int:
-        """Bytes of dynamic shared memory: alignment, tokens, staging, weights, barriers."""
-        return 1024 + 4 * self.epilogue.buffer_size(self.tokens) + self.stages * self.stage + 16 * self.stages
+        """Bytes of dynamic shared memory: tokens, staging, weights, scales, barriers."""
+        return self.stages * (self.stage + 16) + self.around
 
     @property
     def partial(self) -> int:
@@ -99,12 +109,14 @@ def _release(cluster: int) -> Any:
     """release(address, lane): the warp is done with a stage; lane i tells block i of the cluster."""
     from frink_numba.kernels.ptx import Emitter, Register, emitted
 
-    scope = ".release.cluster.shared::cluster" if cluster > 1 else ".shared::cta"
+    # Without a scope of its own: `.release.cluster` would put a memory fence of 0.7 us here. What is released was only
+    # read, and its reads are complete.
+    space = "cluster" if cluster > 1 else "cta"
 
     @emitted(None, "u32", "u32")
     def op(e: Emitter, address: Register, lane: Register) -> None:
         e.asm(
-            f"{{\n.reg .pred p;\nsetp.lt.u32 p, $1, {cluster};\n@p mbarrier.arrive{scope}.b64 _, [$0];\n}}",
+            f"{{\n.reg .pred p;\nsetp.lt.u32 p, $1, {cluster};\n@p mbarrier.arrive.shared::{space}.b64 _, [$0];\n}}",
             None,
             [address, lane],
         )
@@ -131,7 +143,7 @@ def build(gemm: WgmmaGemm) -> Any:
     from frink_numba.kernels.gemm_epilogue import partial_ops, store_tile
     from frink_numba.kernels.instructions import (
         bulk_load,
-        bulk_wait_all,
+        bulk_wait_read,
         cluster_rank,
         cluster_sync,
         fence_barrier_init,
@@ -142,6 +154,7 @@ def build(gemm: WgmmaGemm) -> Any:
         mbarrier_wait,
         named_barrier,
         peer_address,
+        prefetch_map,
         set_registers,
         store_release,
         tma_load_2d,
@@ -162,7 +175,10 @@ def build(gemm: WgmmaGemm) -> Any:
     TAIL = PER_RECORD == 1
     STAGING_AT = STAGES * X_STAGE
     WEIGHTS_AT = STAGING_AT + 4 * BUFFER
-    BARRIERS_AT = WEIGHTS_AT + STAGES * W_STAGE
+    SCALES_AT = WEIGHTS_AT + STAGES * W_STAGE
+    SCALES = gemm.epilogue.scale_size(TOKENS)
+    BARRIERS_AT = SCALES_AT + 2 * SCALES
+    OWN = max(1, TOKENS // 128)
     # K-major operand, 128-byte swizzle, rows of 128 bytes, groups of eight rows 1024 bytes apart.
     DESCRIPTOR = (1 << 62) | (64 << 32) | (1 << 16)
 
@@ -170,7 +186,8 @@ def build(gemm: WgmmaGemm) -> Any:
     multiply, wait_all, no_sums = multiply_step(TOKENS), wait_multiplied(TOKENS), zeros(TOKENS // 2)
     write_partial, add_partial = partial_ops(TOKENS)
     store = store_tile(TOKENS, gemm.epilogue)
-    fewer_registers, more_registers = set_registers(40, more=False), set_registers(232, more=True)
+    few, many = (40, 232) if gemm.resident == 1 else (24, 104)
+    fewer_registers, more_registers = set_registers(few, more=False), set_registers(many, more=True)
     release = _release(CLUSTER)
     u32, u64, f32 = types.uint32, types.uint64, types.float32
 
@@ -178,8 +195,8 @@ def build(gemm: WgmmaGemm) -> Any:
         x_map, out_map, weights, row_scale, token_scale, bias, token_norm, out_scale, workspace, c2, c1, c0, token_tiles,
         slabs, steps, swath, split_tiles, add,
     ):  # fmt: skip
-        shared = cuda.shared.array(0, types.uint8)
-        base = (shared_address(shared) + u32(1023)) & u32(0xFFFFFC00)
+        shared = cuda.shared.array(0, types.uint8, alignment=1024)
+        base = shared_address(shared)
         full = u32(base + u32(BARRIERS_AT))
         empty = u32(full + u32(8 * STAGES))
         thread = u32(cuda.threadIdx.x)
@@ -194,6 +211,8 @@ def build(gemm: WgmmaGemm) -> Any:
         groups = u32((steps + u32(3)) >> u32(2))
         slab_bytes = u64(steps >> u32(PER_RECORD >> 1)) * u64(RECORD)
         if thread == 0:
+            prefetch_map(x_map)
+            prefetch_map(out_map)
             for s in range(STAGES):
                 mbarrier_init(full + u32(8 * s), u32(1))
                 mbarrier_init(empty + u32(8 * s), u32(8 * CLUSTER))
@@ -256,7 +275,9 @@ def build(gemm: WgmmaGemm) -> Any:
             lane = thread & u32(31)
             row = ((local >> u32(5)) << u32(4)) + (lane >> u32(2))
             slot = base + u32(WEIGHTS_AT) + side * u32(SLOT)
+            part = u32(rank + rank + side)
             staging = base + u32(STAGING_AT) + side * u32(2 * BUFFER)
+            scales = base + u32(SCALES_AT) + side * u32(SCALES)
             never = u32(steps == 0)
             # A warp's first lanes release a stage in each block of the cluster.
             freed = u32(empty)
@@ -265,6 +286,30 @@ def build(gemm: WgmmaGemm) -> Any:
             while first < last or whole < tiles:
                 tile, g0, g1, first, whole = next_segment(first, last, whole, groups, blocks)
                 count = u32(min(u32(g1 << u32(2)), steps) - (g0 << u32(2)))
+                token_tile, slab_set = locate(tile, swath, sets, token_tiles)
+                token = token_tile * u32(TOKENS)
+                slab = u32(slab_set * u32(SIDES) + part)
+                # What the epilogue multiplies by, on its way from memory while the main loop runs.
+                n = u64(min(slab, u32(slabs - u32(1))) * u32(64) + row) * u64(4)
+                scale_a = load_float(row_scale + n)
+                scale_b = load_float(row_scale + n + u64(32))
+                bias_a = f32(0.0)
+                bias_b = f32(0.0)
+                if bias != 0:
+                    bias_a = load_float(bias + n)
+                    bias_b = load_float(bias + n + u64(32))
+                mine = u64(u32(token + min(local, u32(TOKENS - 1)))) * u64(4)
+                scale_0 = load_float(token_scale + mine)
+                scale_1 = scale_0
+                norm_0 = f32(0.0)
+                norm_1 = f32(0.0)
+                if OWN > 1:
+                    scale_1 = load_float(token_scale + mine + u64(512))
+                if HALF:
+                    norm_0 = load_float(token_norm + mine)
+                    norm_1 = norm_0
+                    if OWN > 1:
+                        norm_1 = load_float(token_norm + mine + u64(512))
                 acc = no_sums()
                 for _ in range(count >> u32(2)):
                     # Four steps in a straight line: fragments of a step take one register set while the step before
@@ -334,7 +379,6 @@ def build(gemm: WgmmaGemm) -> Any:
                             stage = u32(0)
                             phase = u32(phase ^ u32(1))
 
-                part = u32(rank + rank + side)
                 sums = workspace + u64(FLAG_BYTES) + u64(part) * u64(PARTIAL)
                 if g0 != 0:
                     write_partial(acc, sums + u64(block) * u64(SIDES * PARTIAL), local)
@@ -356,28 +400,16 @@ def build(gemm: WgmmaGemm) -> Any:
                         if local == 0:
                             store_release(flag, u32(0))
                         other = u32(other + u32(1))
-                    token_tile, slab_set = locate(tile, swath, sets, token_tiles)
-                    token = token_tile * u32(TOKENS)
-                    slab = u32(slab_set * u32(SIDES) + part)
                     if slab < slabs:
-                        n = u64(slab * u32(64) + row) * u64(4)
-                        scale_a = load_float(row_scale + n)
-                        scale_b = load_float(row_scale + n + u64(32))
-                        bias_a = f32(0.0)
-                        bias_b = f32(0.0)
-                        if bias != 0:
-                            bias_a = load_float(bias + n)
-                            bias_b = load_float(bias + n + u64(32))
-                        tokens_at = u64(token) * u64(4)
                         write_scale = u64(0)
-                        if HALF and slab == 0 and local < 4:
-                            write_scale = out_scale + tokens_at
+                        if HALF and slab == 0:
+                            write_scale = out_scale + u64(token) * u64(4)
                         store(
-                            acc, local, side + u32(1), staging, out_map, slab * u32(COLUMNS), token, scale_a, scale_b,
-                            bias_a, bias_b, token_scale + tokens_at, token_norm + tokens_at, write_scale, c2, c1, c0, add,
+                            acc, local, side + u32(1), staging, scales, out_map, slab * u32(COLUMNS), token, scale_a, scale_b,
+                            bias_a, bias_b, (scale_0, scale_1), (norm_0, norm_1), write_scale, c2, c1, c0, add,
                         )  # fmt: skip
             if local == 0:
-                bulk_wait_all()
+                bulk_wait_read()
         if CLUSTER > 1:
             # The other block may still write here and arrive at these barriers.
             cluster_sync()

@@ -63,7 +63,10 @@ bulk_load = instruction(
     "u32",
     "u32",
 )
-bulk_wait_all = instruction("cp.async.bulk.wait_group 0;", None)
+# This thread's bulk stores have read their source.
+bulk_wait_read = instruction("cp.async.bulk.wait_group.read 0;", None)
+# A tensor map comes into its cache ahead of the first copy that needs it.
+prefetch_map = instruction("prefetch.tensormap [$0];", None, "u64")
 
 # ---- register budgets of warp groups (sm_90a) --------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frink_numba.kernels.gemm_plan import TOKEN_TILES, Plan, make_plan
+from frink_numba.kernels.gemm_plan import TOKEN_TILES, Plan, blocks_on_multiprocessor, make_plan
 
 
 def _work(plan: Plan) -> dict[tuple[int, int], list[tuple[int, int]]]:
@@ -42,7 +42,7 @@ def test_every_group_is_done_once(m: int, rows: int, cols: int, multiprocessors:
     tiles = plan.token_tiles * -(-plan.slabs // (2 * plan.cluster))
     assert len(done) == tiles * groups
     assert all(len(who) == 1 for who in done.values())
-    assert plan.blocks <= max(multiprocessors, plan.cluster)
+    assert plan.blocks <= max(multiprocessors * blocks_on_multiprocessor(plan.tokens, plan.cluster), plan.cluster)
     assert plan.blocks % plan.cluster == 0
     assert plan.token_tiles * plan.tokens >= m
     if plan.split_tiles:
