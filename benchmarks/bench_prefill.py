@@ -1,0 +1,228 @@
+"""Prefill through a backend's layers, against transformers' Llama in bf16 in a CUDA graph, same shapes, same run.
+
+    python -m benchmarks.bench_prefill --receipt benchmarks/receipts/prefill-h200.json
+    python -m benchmarks.bench_prefill --shapes 3b --tokens 512,2048 --backend cuda --runs 15
+
+A step is what the engine does with a prompt's hidden rows: they go through every layer, and each layer's K/V rows are
+pushed into the host's cache. Layers of a named shape have random weights of the kinds that llama.cpp's quantizer gives
+them (speed does not depend on the values). `smollm2` is the real model when its file is there: then the step is the
+decoder's whole prefill, from token ids to the last logits. The baseline has no cache to fill and stops before logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from frink_numba.backend import Step
+from frink_numba.dispatch import Dispatcher
+from frink_numba.driver import query_driver
+from frink_numba.errors import ModelNotFoundError
+from frink_numba.host.backend import HostBackend
+from frink_numba.host.decoder import Decoder
+from frink_numba.host.kv_cache import KVCache
+from frink_numba.host.load import load
+from frink_numba.layer import Activation, AttentionSpec, Expert, FeedForward, Layer, Rope, RopeLayout
+from frink_numba.quant import KINDS, QuantMatrix
+from frink_numba.receipt import Row, cpu_name, receipt, write_receipt
+
+_SCALES = {"Q4_K": (0, 2), "Q6_K": (208,), "Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,)}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model by its sizes; `kinds` as llama.cpp's quantizer mixes them."""
+
+    name: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    theta: float
+    kind: str
+    better_kind: str  # of v and down in half of the layers
+
+
+SHAPES = {
+    "smollm2": Shape("SmolLM2-135M Q4_1", 30, 576, 1536, 9, 3, 64, 49152, 1e5, "Q4_1", "Q4_1"),
+    "3b": Shape("Llama-3.2-3B shape Q4_K_M", 28, 3072, 8192, 24, 8, 128, 128256, 5e5, "Q4_K", "Q6_K"),
+    "8b": Shape("Llama-3.1-8B shape Q4_K_M", 32, 4096, 14336, 32, 8, 128, 128256, 5e5, "Q4_K", "Q6_K"),
+}
+
+
+def random_matrix(rng: np.random.Generator, name: str, rows: int, cols: int) -> QuantMatrix:
+    """Random codes, and scales that keep the size of what is multiplied."""
+    kind = KINDS[name]
+    blocks = rng.integers(0, 256, (rows, cols // kind.block, kind.block_bytes), dtype=np.uint8)
+    for at in _SCALES[name]:
+        scale = rng.uniform(0.5, 1.5, blocks.shape[:2]) * (1e-5 if kind.block == 256 else 2e-3)
+        blocks[..., at : at + 2] = scale.astype(np.float16)[..., None].view(np.uint8)
+    return QuantMatrix(kind, blocks.reshape(rows, -1), rows, cols)
+
+
+def random_layers(shape: Shape) -> list[Layer]:
+    """Layers whose bytes come from two drawn ones, since drawing billions takes minutes; each is uploaded by itself."""
+    rng = np.random.default_rng(0)
+    norm = np.ones(shape.hidden, np.float32)
+    rope = Rope(shape.theta, shape.head_dim, RopeLayout.NORM)
+    width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    drawn = []
+    for better in (shape.better_kind, shape.kind):
+        q, k = (random_matrix(rng, shape.kind, rows, shape.hidden) for rows in (width, kv_width))
+        v, o = random_matrix(rng, better, kv_width, shape.hidden), random_matrix(rng, shape.kind, shape.hidden, width)
+        attention = AttentionSpec(shape.heads, shape.kv_heads, shape.head_dim, q, k, v, o, rope)
+        gate, up = (random_matrix(rng, shape.kind, shape.ffn, shape.hidden) for _ in "gu")
+        drawn.append((attention, Expert(gate, up, random_matrix(rng, better, shape.hidden, shape.ffn))))
+    return [
+        Layer(norm, attention, norm, FeedForward(Activation.SWIGLU, (expert,)), 1e-5)
+        for attention, expert in (drawn[number % 2] for number in range(shape.layers))
+    ]
+
+
+def layers_step(shape: Shape, tokens: int, backends: str) -> tuple[Callable[[], None], str, Callable[[], None]]:
+    """(a step over random layers, who serves it, close)."""
+    layers = random_layers(shape)
+    walk = Dispatcher(layers, host=HostBackend, backends=backends)
+    cache = KVCache(layers, tokens)
+    hidden = np.random.default_rng(1).standard_normal((tokens, shape.hidden), dtype=np.float32)
+
+    def step() -> None:
+        cache.truncate(0)
+        cache.push(walk.run(Step(layers, cache, 0, tokens, hidden)).kv_rows)
+
+    served = walk.plan(Step(layers, cache, 0, tokens)).rows[0]
+    return step, f"{served.backend}, {served.note}", walk.close
+
+
+def smollm2_step(tokens: int, backends: str) -> tuple[Callable[[], None], str, Callable[[], None]]:
+    """(the real model's prefill, who serves it, close). ModelNotFoundError when the file is not there."""
+    model = load("smollm2-135m")
+    decoder = Decoder(model, backends)
+    cache = decoder.new_cache()
+    ids = np.random.default_rng(1).integers(0, 40000, tokens)
+
+    def step() -> None:
+        cache.truncate(0)
+        decoder.prefill(ids, cache, chunk_size=tokens)
+
+    served = decoder.plan(batch=tokens).rows[0]
+    return step, f"{served.backend}, {served.note}", model.close
+
+
+def torch_step(shape: Shape, tokens: int) -> Callable[[], None] | None:
+    """transformers' Llama in bf16 with SDPA, captured in a CUDA graph; None where torch or a GPU is missing."""
+    try:
+        import torch
+        from transformers import LlamaConfig, LlamaModel
+    except ImportError:
+        return None
+    if not torch.cuda.is_available():
+        return None
+    config = LlamaConfig(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=max(2048, tokens),
+        attn_implementation="sdpa",
+    )
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = LlamaModel(config).eval()
+    torch.set_default_dtype(torch.float32)
+    ids = torch.randint(0, 40000, (1, tokens), device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            model(ids, use_cache=False)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        model(ids, use_cache=False)
+
+    def step() -> None:
+        graph.replay()
+        torch.cuda.synchronize()
+
+    return step
+
+
+def seconds(step: Callable[[], None], runs: int) -> list[float]:
+    """Durations of `runs` steps after two to warm up; every step ends with the host holding its answer."""
+    step()
+    step()
+    taken = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        step()
+        taken.append(time.perf_counter() - start)
+    return taken
+
+
+def measure(name: str, tokens: int, backends: str, runs: int, baseline: bool) -> Row:
+    """One row; baseline and backend do not hold the device at the same time."""
+    shape = SHAPES[name]
+    more: dict[str, Any] = {}
+    torch_model = torch_step(shape, tokens) if baseline else None
+    if torch_model is not None:
+        times = sorted(seconds(torch_model, runs))
+        more = {"baseline": "torch bf16 graph", "baseline_value": tokens / times[len(times) // 2]}
+        del torch_model
+    case = f"{shape.name} pp{tokens}"
+    if name == "smollm2":
+        try:
+            step, served, close = smollm2_step(tokens, backends)
+        except ModelNotFoundError:
+            step, served, close = layers_step(shape, tokens, backends)
+            case = f"{shape.name.replace('135M', '135M shape')} pp{tokens}"
+    else:
+        step, served, close = layers_step(shape, tokens, backends)
+    samples = [tokens / taken for taken in seconds(step, runs)]
+    close()
+    backend, _, note = served.partition(", ")
+    tier = note.rpartition(", ")[2].removesuffix(" tier") or None
+    row = Row.from_samples(case, "tok/s", samples, backend, tier=tier, **more)
+    print(f"{case}: {row.value:.0f} tok/s ({row.p20:.0f} to {row.p80:.0f}) on {served}; {more}", flush=True)
+    return row
+
+
+def main() -> int:
+    """Measure and print; write the receipt when asked to."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shapes", default="smollm2,3b", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--tokens", default="512")
+    parser.add_argument("--backend", default="cuda")
+    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--no-baseline", action="store_true")
+    parser.add_argument("--receipt", type=Path)
+    arguments = parser.parse_args()
+    rows = [
+        measure(name, int(tokens), arguments.backend, arguments.runs, not arguments.no_baseline)
+        for name in arguments.shapes.split(",")
+        for tokens in arguments.tokens.split(",")
+    ]
+    if arguments.receipt:
+        driver = query_driver()
+        machine = driver.devices[0].name if driver.devices and arguments.backend != "host" else cpu_name()
+        command = f"python -m benchmarks.bench_prefill {' '.join(sys.argv[1:])}".strip()
+        write_receipt(arguments.receipt, receipt("prefill", command, rows, machine=machine, driver=driver.version))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
