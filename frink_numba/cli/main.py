@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from frink_numba import __version__
 from frink_numba.cli import bench, doctor, fetch, generate, inspect, output, plan, score
@@ -36,6 +36,21 @@ class _Parser(argparse.ArgumentParser):
         self.exit(EXIT_USAGE, f"frink-numba: error: {message} (see `{self.prog} --help`)\n")
 
 
+class _CommandParser(_Parser):
+    """Lets options stand between MODEL and a text that may be left out; argparse takes it for left out by itself."""
+
+    _mixing = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
+        if self._mixing:  # called by parse_known_intermixed_args
+            return super().parse_known_args(args, namespace)
+        self._mixing = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._mixing = False
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command. Command modules import nothing heavy before they run."""
     parser = _Parser(
@@ -45,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"frink-numba {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser)
     for module in COMMANDS:
         name = module.__name__.rpartition(".")[2]
         summary = (module.__doc__ or "").strip().splitlines()[0]

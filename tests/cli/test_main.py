@@ -53,6 +53,8 @@ def test_version() -> None:
         (("generate", "m", "p", "--file", "f"), "give a prompt or --file, not both"),
         (("plan", "m", "--batch", "many"), "argument --batch: expected an integer, got 'many'"),
         (("bench", "m", "-p", "0", "-n", ""), "nothing to measure"),
+        (("generate", "m", "p", "q"), "unrecognized arguments: q"),
+        (("generate", "m", "--no-such-option"), "unrecognized arguments: --no-such-option"),
         (("fetch",), "name a model, or ask for --list"),
     ],
 )
@@ -70,6 +72,25 @@ def test_wrong_usage_is_one_line_and_exit_2(
     assert shown.out == ""
     assert shown.err.startswith(f"frink-numba: error: {message}")
     assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["m", "text", "--chat", "--seed", "3"],
+        ["m", "--chat", "text", "--seed", "3"],
+        ["m", "--chat", "--seed", "3", "text"],
+        ["--chat", "m", "--seed", "3", "text"],
+        ["--chat", "--seed", "3", "m", "text"],
+        ["m", "--chat", "--seed", "3", "--", "text"],
+    ],
+)
+def test_options_may_stand_anywhere(arguments: list[str]) -> None:
+    """Also between the model and a text that may be left out, where argparse by itself loses the text."""
+    parsed = cli.build_parser().parse_args(["generate", *arguments])
+    assert (parsed.command, parsed.model, parsed.prompt, parsed.chat, parsed.seed) == ("generate", "m", "text", True, 3)
+    assert cli.build_parser().parse_args(["generate", "m", "--chat"]).prompt is None
+    assert cli.build_parser().parse_args(["generate", "m", "--", "--text"]).prompt == "--text"
 
 
 @pytest.mark.parametrize("command", ["generate", "score", "plan", "inspect", "bench"])
