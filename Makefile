@@ -42,13 +42,14 @@ readme: $(VENV)/.installed
 	$(BIN)/python benchmarks/render_table.py
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	test ! -f $(VENV)/pyvenv.cfg || rm -rf $(VENV)
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "make: needs Python 3.11, 3.12 or 3.13 with the venv module (Debian, Ubuntu:" \
 		"apt install python3-venv); name another interpreter with make PYTHON=..." >&2; exit 1; }
 	@echo "making $(VENV) with $(PYTHON)"
-	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "make: $(PYTHON) could not make a virtual environment" \
+	@$(PYTHON) -m venv $(VENV) || { test ! -f $(VENV)/pyvenv.cfg || rm -rf $(VENV); echo "make: $(PYTHON) could not make a virtual environment" \
 		"(Debian, Ubuntu: apt install python3-venv); name another interpreter with make PYTHON=..." >&2; exit 1; }
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
