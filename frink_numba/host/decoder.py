@@ -92,6 +92,7 @@ class Decoder:
         PromptError for an empty prompt, a token outside the vocabulary, or tokens beyond the context; CacheError for a
         cache of another model or at another position. Both leave the cache as it was.
         """
+        self._open()
         ids = self._checked_tokens(tokens)
         if logits not in ("last", "all", None):
             raise SettingError(f"logits={logits!r}: expected 'last', 'all' or None")
@@ -237,7 +238,10 @@ class Decoder:
         """Token ids int64 [n], n > 0, each inside the vocabulary."""
         if isinstance(tokens, str | bytes):
             raise PromptError("the prompt is text; encode it first (model.tokenizer.encode), or call generate")
-        ids = np.asarray(tokens)
+        try:
+            ids = np.asarray(tokens)
+        except ValueError:
+            raise PromptError("a prompt is a flat list of token ids, not a ragged one") from None
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise PromptError(f"a prompt is a flat list of token ids, not {ids.dtype} of shape {list(ids.shape)}")
         if not ids.size:

@@ -17,8 +17,12 @@ from frink_numba.host.layers import ModelTensors
 from frink_numba.host.weights import WeightStore
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from frink_numba.host.chat import ChatTemplate
     from frink_numba.host.tokenizer import Tokenizer
+    from frink_numba.layer import Layer
+    from frink_numba.quant import QuantMatrix
 
 
 class Closable(Protocol):
@@ -30,12 +34,14 @@ class Closable(Protocol):
 class Model:
     """Made by `load`; a context manager.
 
-    `architecture`, `hyper`: the facts; `layers`: tuple of `layer.Layer`; `embedding`, `output`: `QuantMatrix`
-    [vocab, hidden], one and the same when the file has no output matrix; `output_norm` float32 [hidden];
-    `context_length`: the most positions a cache may hold; `gguf`: the open file; `weights`: float32 copies of weights
-    for the host, within the budget of FRINK_HOST_WEIGHTS, shared by all decoders of this model.
+    `architecture`, `hyper`: the facts; `layers`; `embedding`, `output`: [vocab, hidden], one and the same when the file
+    has no output matrix; `output_norm` float32 [hidden]; `vocab_size`: rows of the embedding, and logits of a position
+    (a tokenizer may know fewer tokens); `context_length`: the most positions a cache may hold; `gguf`: the open file;
+    `weights`: float32 copies of weights for the host, within the budget of FRINK_HOST_WEIGHTS, shared by all decoders
+    of this model.
 
-    `close` also closes the decoders made from it, and gives back memory and the mapping.
+    `close` also closes the decoders made from it, and gives back memory and the mapping. A closed model raises
+    FrinkError.
     """
 
     def __init__(
@@ -49,20 +55,28 @@ class Model:
         self.gguf = gguf
         self.architecture = architecture
         self.hyper = hyper
-        self.layers = tensors.layers
-        self.embedding = tensors.embedding
-        self.output = tensors.output
-        self.output_norm = tensors.output_norm
         self.context_length = context_length
+        self.vocab_size = tensors.embedding.rows
         self.weights = WeightStore(settings.get("FRINK_HOST_WEIGHTS"))
-        self._closed = False
+        self._tensors: ModelTensors | None = tensors  # None: closed
         self._lock = threading.Lock()
         self._users: weakref.WeakSet[Closable] = weakref.WeakSet()
 
     @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding, and logits of each position; a tokenizer may know fewer."""
-        return self.embedding.rows
+    def layers(self) -> tuple[Layer, ...]:
+        return self._open().layers
+
+    @property
+    def embedding(self) -> QuantMatrix:
+        return self._open().embedding
+
+    @property
+    def output(self) -> QuantMatrix:
+        return self._open().output
+
+    @property
+    def output_norm(self) -> np.ndarray:
+        return self._open().output_norm
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -87,12 +101,11 @@ class Model:
 
     @property
     def closed(self) -> bool:
-        return self._closed
+        return self._tensors is None
 
     def check_open(self) -> None:
         """FrinkError when the model was closed."""
-        if self._closed:
-            raise FrinkError(f"the model {self.gguf.paths[0]} is closed; load it again")
+        self._open()
 
     def add_user(self, user: Closable) -> None:
         """Close `user` before the model's weights go."""
@@ -103,15 +116,18 @@ class Model:
     def close(self) -> None:
         """Give back everything; may be called twice."""
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+            self._tensors = None
             users = list(self._users)
         for user in users:
             user.close()
         self.weights.close()
-        del self.layers, self.embedding, self.output  # they keep the mapping
         self.gguf.close()
+
+    def _open(self) -> ModelTensors:
+        tensors = self._tensors
+        if tensors is None:
+            raise FrinkError(f"the model {self.gguf.paths[0]} is closed; load it again")
+        return tensors
 
     def __enter__(self) -> Model:
         return self
