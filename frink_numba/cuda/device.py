@@ -6,11 +6,11 @@ A device's state is the hardware's, so it is kept once per process: a lost devic
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import metadata, util
 
 from frink_numba import driver, settings
@@ -20,6 +20,7 @@ from frink_numba.cuda.memory import MemoryLimit
 from frink_numba.cuda.pinned import PinnedPool
 from frink_numba.cuda.runtime import NumbaRuntime, Runtime, compile_failed, one_line, out_of_memory, simulated
 from frink_numba.cuda.tier import choose_tier
+from frink_numba.cuda.weights import WeightBank
 from frink_numba.errors import BackendUnavailable, DeviceError
 
 _LEAST_CAPABILITY = (7, 5)  # the oldest that the toolkit of CUDA 13 compiles for, and that the kernels are built for
@@ -44,8 +45,6 @@ class CudaDevice:
     """One device of this process. Everything but `reason` and the facts is used under `working()`."""
 
     def __init__(self, info: driver.Device, tier: str, runtime: Runtime, launchers: Launchers) -> None:
-        from frink_numba.cuda.weights import WeightBank
-
         self.info = info
         self.tier = tier
         self.runtime = runtime
@@ -65,7 +64,7 @@ class CudaDevice:
         """Why the device cannot be used in this process, or None; makes no CUDA call."""
         return _forked(self._process) or self.reason
 
-    @contextmanager
+    @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         """Have the device for the calling thread alone. DeviceError when it cannot be used."""
         self._check()
@@ -99,6 +98,7 @@ class CudaDevice:
         text = str(error) if isinstance(error, DeviceError) else one_line(error)
         sticky = self._drain()
         if sticky is not None:
+            self._abandon()
             self.reason = f"device lost: {text}" if sticky in text else f"device lost: {text} ({sticky})"
             return self.reason
         if compile_failed(error):
@@ -121,6 +121,10 @@ class CudaDevice:
                 return self.runtime.drain()
         except Exception as error:  # the context cannot even be entered
             return one_line(error)
+
+    def _abandon(self) -> None:
+        with contextlib.suppress(Exception):  # nothing can be done about it, and the first cause is what counts
+            self.runtime.abandon()
 
     def _check(self) -> None:
         problem = self.problem

@@ -60,6 +60,9 @@ class Runtime(Protocol):
     def release(self) -> None:
         """Give memory that is no longer referenced back to the driver now."""
 
+    def abandon(self) -> None:
+        """The device is lost: call the driver for its memory never again, not even when the process ends."""
+
 
 class NumbaRuntime:
     """The runtime over numba.cuda, for a GPU by its number among the visible ones, or for the simulator."""
@@ -70,6 +73,7 @@ class NumbaRuntime:
         self._cuda = cuda
         self._number = number
         self._simulated = simulated()
+        self._abandoned: Any = None
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -122,6 +126,13 @@ class NumbaRuntime:
         pending = getattr(manager, "deallocations", None)
         if pending is not None:
             pending.clear()
+
+    def abandon(self) -> None:
+        if self._simulated or self._abandoned is not None:
+            return
+        # Entered and never left: numba's queues of memory, streams and modules to free are kept and not worked off.
+        self._abandoned = self._cuda.gpus[self._number].get_primary_context().defer_cleanup()
+        self._abandoned.__enter__()
 
 
 def simulated() -> bool:

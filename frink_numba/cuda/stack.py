@@ -21,7 +21,7 @@ from frink_numba.cuda.run import Rows, run_layers, scratch_bytes
 from frink_numba.cuda.shapes import check_hidden, check_layer, check_prefix
 from frink_numba.cuda.traffic import Traffic
 from frink_numba.cuda.weights import DeviceLayer
-from frink_numba.errors import BackendError, DeviceError, FrinkError, ShapeError
+from frink_numba.errors import BackendError, DeviceError, ShapeError
 from frink_numba.layer import Layer
 
 
@@ -68,10 +68,8 @@ def load_layers(layers: Sequence[Layer], *, device: int | CudaDevice = 0) -> Res
     try:
         with resident.device.working():
             resident.device_layers()
-    except FrinkError:
-        raise
     except Exception as error:  # numba, cuda.core and cuda.bindings each have classes of their own
-        text = resident.device.failed(error)
+        text = resident.device.problem or resident.device.failed(error)
         resident.close()
         raise DeviceError(text) from error
     return resident
@@ -124,9 +122,7 @@ def _launch(
             check_room(device, 0, need)
             block = device.workspace.arena.reserve(need, spare=0)
             answer = run_layers(device, layers, hidden, prefixes, start_pos, block, traffic)
-    except FrinkError:
-        raise
     except Exception as error:  # numba, cuda.core and cuda.bindings each have classes of their own
-        raise DeviceError(device.failed(error)) from error
+        raise DeviceError(device.problem or device.failed(error)) from error
     resident.traffic.add(traffic)
     return answer

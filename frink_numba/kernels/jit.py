@@ -8,6 +8,10 @@ from typing import Any
 from numba import cuda
 from numba.cuda import config
 
+# numba warns of every grid under 128 blocks. A short batch or a narrow matrix has such grids rightly, and the switch is
+# numba's only one: it has none for a single kernel.
+config.CUDA_LOW_OCCUPANCY_WARNINGS = 0
+
 
 def kernel(threads: int, blocks: int = 1) -> Callable[[Callable[..., None]], Any]:
     """Compile for blocks of `threads`, with registers left for `blocks` of them on a multiprocessor.

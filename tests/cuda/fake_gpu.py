@@ -64,6 +64,7 @@ class FakeRuntime:
         self.error: Exception = FakeCudaError("CUDA_ERROR_LAUNCH_FAILED")
         self.sticky = False  # once it failed, everything fails
         self.broken: str | None = None
+        self.abandoned = False
 
     # --- the injection seam ---
 
@@ -109,6 +110,9 @@ class FakeRuntime:
 
     def release(self) -> None:
         self.call("release")
+
+    def abandon(self) -> None:
+        self.abandoned = True
 
     # --- streams ---
 

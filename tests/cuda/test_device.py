@@ -155,6 +155,7 @@ def test_sticky_errors_end_the_device(monkeypatch: pytest.MonkeyPatch):
     text = device.failed(FakeCudaError("launch failed"))
     assert text == f"device lost: FakeCudaError: launch failed (FakeCudaError: {ILLEGAL_ADDRESS})"
     assert device.problem == text
+    assert device.runtime.abandoned
     with pytest.raises(DeviceError, match="device lost"), device.working():
         pass
     monkeypatch.setattr(module, "_opened", {0: device})
@@ -191,6 +192,7 @@ def test_any_other_failure_leaves_the_device_in_use():
     device = fake_device()
     assert device.failed(FakeCudaError("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")).startswith("FakeCudaError: CUDA_ERROR")
     assert device.problem is None
+    assert not device.runtime.abandoned
     assert device.memory.bytes() == int(0.9 * (1 << 34))
 
 
