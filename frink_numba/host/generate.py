@@ -55,6 +55,7 @@ class Generation(Iterator[Piece]):
     ) -> None:
         if max_new_tokens is not None:
             max_new_tokens = checked_integer("max_new_tokens", max_new_tokens, 1)
+        chunk_size = checked_integer("chunk_size", chunk_size, 1)
         self.prompt_tokens = list(prompt_tokens)
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
