@@ -15,6 +15,7 @@ from functools import wraps
 from typing import Any
 
 from jinja2 import Environment, TemplateError, Undefined, filters, pass_environment
+from jinja2.nodes import EvalContext
 from jinja2.sandbox import SecurityError
 
 MAX_STEPS = 400_000
@@ -22,12 +23,13 @@ MAX_CHARACTERS = 1 << 26
 MAX_SECONDS = 20.0
 
 _PER_ITEM = 16  # what an item of a container costs, in characters
+_BLANKS = "".join(chr(code) for code in range(0x3001) if chr(code).isspace())  # what splits texts and lines
 
 # jinja's own filters that make no more than they take.
 _MODEST = (
-    *("abs", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "groupby", "int"),
-    *("items", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "reverse", "safe"),
-    *("select", "selectattr", "sort", "title", "trim", "unique", "upper"),
+    *("abs", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "int"),
+    *("items", "last", "length", "lower", "map", "max", "min", "reject", "rejectattr", "reverse", "safe"),
+    *("select", "selectattr", "title", "trim", "unique", "upper"),
 )
 
 
@@ -123,11 +125,36 @@ def weighed(value: Any) -> Any:
     return value
 
 
+def paid(value: Any) -> Any:
+    """Pay for a slice."""
+    if isinstance(value, str):
+        current.get().charge(len(value))
+    return weighed(value)
+
+
+def as_list(value: Iterable[Any]) -> Sequence[Any]:
+    """The items of `value`, paid one by one: of a text or a generator there may be millions."""
+    if isinstance(value, list | tuple):
+        return value
+    charge = current.get().charge
+    items = []
+    for item in value:
+        charge(_PER_ITEM)
+        items.append(item)
+    return items
+
+
+def charge_split(text: str, separator: str | None) -> None:
+    """Pay for the parts of `text`, at most one more than it has separators; None: blanks and line ends."""
+    signs = sum(map(text.count, _BLANKS)) if separator is None else text.count(separator)
+    current.get().charge(_PER_ITEM * (signs + 1))
+
+
 @pass_environment
 def _join(environment: Environment, value: Iterable[Any], d: str = "", attribute: str | None = None) -> str:
     if attribute is not None:
         value = map(filters.make_attrgetter(environment, attribute), value)
-    d, parts = _text(d), [_text(part) for part in value]
+    d, parts = _text(d), [_text(part) for part in as_list(value)]
     charge_join(d, parts)
     return d.join(parts)
 
@@ -184,16 +211,24 @@ def _small(number: int, what: str) -> int:
     return number
 
 
-def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that is a step and pays for its result. jinja's marks on `function` are kept."""
+def _guarded(function: Callable[..., Any], lists: bool = False) -> Callable[..., Any]:
+    """A filter that is a step and pays for its result. jinja's marks on `function` are kept.
+
+    One that `lists` makes a list of its value, the first argument behind what jinja passes by those marks.
+    """
 
     @wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         budget = current.get()
         budget.step()
+        if lists:
+            place = int(isinstance(args[0], Environment | EvalContext))
+            args = (*args[:place], as_list(args[place]), *args[place + 1 :])
         result = function(*args, **kwargs)
-        if isinstance(result, str | list | tuple):
+        if isinstance(result, str):
             budget.charge(len(result))
+        elif isinstance(result, list | tuple):
+            budget.charge(_PER_ITEM * len(result))
         return result
 
     return guarded
@@ -210,7 +245,7 @@ def strftime_now(format: str) -> str:
 
 
 def all_filters() -> dict[str, Callable[..., Any]]:
-    """The filters of a chat template, by name, and two of the sandbox's own: `joined` and `weighed`."""
+    """The filters of a chat template, by name, and the sandbox's own: `joined`, `paid` and `weighed`."""
     own: dict[str, Callable[..., Any]] = {
         "indent": _indent,
         "join": _join,
@@ -222,4 +257,6 @@ def all_filters() -> dict[str, Callable[..., Any]]:
         "joined": joined,
     }
     modest = {name: filters.FILTERS[name] for name in _MODEST}
-    return {name: _guarded(function) for name, function in (modest | own).items()} | {"weighed": weighed}
+    guarded = {name: _guarded(function) for name, function in (modest | own).items()}
+    listing = {name: _guarded(filters.FILTERS[name], lists=True) for name in ("groupby", "list", "sort")}
+    return guarded | listing | {"weighed": weighed, "paid": paid}

@@ -23,8 +23,10 @@ from frink_numba.host.template_filters import (
     Budget,
     Refused,
     all_filters,
+    as_list,
     charge_join,
     charge_replace,
+    charge_split,
     concat,
     current,
     raise_exception,
@@ -99,7 +101,7 @@ class _Generation(Extension):
 
 
 class _Rewrite(NodeTransformer):
-    """Routes loops, `~` and the containers that a template writes through the budget."""
+    """Routes loops, `~`, slices and the containers that a template writes through the budget."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -120,6 +122,10 @@ class _Rewrite(NodeTransformer):
         self.generic_visit(node)
         return _filtered(node, "weighed") if node.ctx == "load" else node
 
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        return _filtered(node, "paid") if isinstance(node.arg, nodes.Slice) else node
+
 
 def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
@@ -129,6 +135,20 @@ class _Generator(CodeGenerator):
     def visit_Template(self, node: nodes.Template, frame: Any = None) -> None:
         _Rewrite().visit(node)
         super().visit_Template(node, frame)
+
+
+def _paid_arguments(owner: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments of a text's method, after payment where the result may be larger than the text."""
+    if method == "join" and args:
+        args = (as_list(args[0]), *args[1:])
+        charge_join(owner, args[0])
+    elif method == "replace" and len(args) >= 2:
+        charge_replace(owner, *args[:2])
+    elif method in ("split", "rsplit"):
+        charge_split(owner, args[0] if args else kwargs.get("sep"))
+    elif method == "splitlines":
+        charge_split(owner, None)
+    return args
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -161,11 +181,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         owner = getattr(obj, "__self__", None)
         if isinstance(owner, str):
             budget.charge(len(owner))
-            if obj.__name__ == "join" and args:
-                args = (list(args[0]),)
-                charge_join(owner, args[0])
-            elif obj.__name__ == "replace" and len(args) >= 2:
-                charge_replace(owner, *args[:2])
+            args = _paid_arguments(owner, obj.__name__, args, kwargs)
         elif isinstance(obj, LoopContext) and args:  # a recursive loop's next level
             args = (_Counted(args[0]), *args[1:])
         return super().call(context, obj, *args, **kwargs)

@@ -113,6 +113,18 @@ HUGE = {
     "shared by dict": doubling("{% set ns.x = dict(a=ns.x, b=ns.x) %}", "{}"),
     "shared arguments": "{% set ns = namespace(x=[]) %}{% macro m() %}{% set ns.x = varargs %}{% endmacro %}"
     "{% for i in range(80) %}{{ m(ns.x, ns.x) }}{% endfor %}",
+    "list of a text": "{{ ('\U0001f999' * 60000000) | list | length }}",
+    "list of a generator": "{{ ('\U0001f999' * 60000000) | select | list | length }}",
+    "sorted text": "{{ ('\U0001f999' * 60000000) | sort | length }}",
+    "grouped text": "{{ ('\U0001f999' * 60000000) | groupby(0) | length }}",
+    "joined text": "{{ ''.join('\U0001f999' * 20000000) | length }}{{ ('\U0001f999' * 20000000) | join | length }}",
+    "split": "{{ ('ab,' * 20000000).split(',') | length }}",
+    "split at blanks": "{{ ('ab ' * 20000000).split() | length }}",
+    "split lines": "{{ ('ab\u2028' * 20000000).splitlines() | length }}",
+    "slices of a text": "{% set x = 'x' * 1000000 %}{% set ns = namespace(x=[]) %}"
+    "{% for a in range(90000) %}{% set ns.x = ns.x + [x[1:]] %}{% endfor %}",
+    "slices of a list": "{% set x = range(90000) | list %}{% set ns = namespace(x=[]) %}"
+    "{% for a in range(90000) %}{% set ns.x = x[1:] %}{% endfor %}",
     "written out": "{% set x = ['a' * 10000] * 10000 %}{{ [x, x, x] }}",
     "as text": "{% set x = ['a' * 10000] * 10000 %}{{ x | string | length }}",
     "as JSON": "{% set x = ['a' * 10000] * 10000 %}{{ x | tojson | length }}",
@@ -140,7 +152,19 @@ def test_templates_end(name: str) -> None:
     assert time.process_time() - start < 10
 
 
-@pytest.mark.parametrize("name", ["tilde", "replace method", "written out", "join filter", "output"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tilde",
+        "replace method",
+        "written out",
+        "join filter",
+        "output",
+        "list of a generator",
+        "split",
+        "slices of a text",
+    ],
+)
 def test_memory_is_bounded(name: str) -> None:
     """The peak of what Python allocates stays under 400 MB."""
     tracemalloc.start()
