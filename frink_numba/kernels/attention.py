@@ -29,7 +29,7 @@ from frink_numba.kernels.register_tile import (
 )
 from frink_numba.kernels.vector_memory import (
     granule_of,
-    make_load_octet,
+    make_load_run,
     make_load_panel,
     make_store_column,
     make_store_panel,
@@ -120,7 +120,7 @@ def attention_kernel(width: int, granule: int) -> Any:
     add_values = make_accumulate_rows(values_tile, panel, _WEIGHTS_STRIDE, width)
     rescale = make_scale_rows(values_tile)
     store_row = make_store_row(values_tile)
-    load_octet, store_column = make_load_octet(granule), make_store_column(_ROWS)
+    load_octet, store_column = make_load_run(8, granule), make_store_column(8, _ROWS)
     load_panel = make_load_panel(panel, width, _THREADS, granule)
     store_panel = make_store_panel(panel, width, _THREADS)
     panels, panel_size = _KEYS // panel, panel * width

@@ -60,6 +60,19 @@ def multiply_rounded(builder: Any, a: Any, b: Any) -> Any:
     return builder.call(assembly, [a, b])
 
 
+def multiply_wide(builder: Any, a: Any, b: Any, addend: Any) -> Any:
+    """64-bit a * b + addend of 32-bit factors: one instruction. The optimizer would widen them, and take more registers."""
+    assembly = ir.InlineAsm(
+        ir.FunctionType(i64, [i32, i32, i64]), "mad.wide.u32 $0, $1, $2, $3;", "=l,r,r,l", side_effect=False
+    )
+    return builder.call(assembly, [a, b, addend])
+
+
+def global_address(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
+    """The 64-bit address of an array argument's first element."""
+    return builder.ptrtoint(data_pointer(context, builder, array_type, array), i64)
+
+
 def in_simulator(array: Any) -> np.ndarray:
     """The NumPy array behind a simulated kernel's array argument or shared array."""
     inner = getattr(array, "_item", array)

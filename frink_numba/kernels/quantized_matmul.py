@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 from numba import cuda
 from numba.cuda import config, types
 
@@ -20,97 +21,112 @@ from frink_numba.kernels.dequantize import dequantizer
 from frink_numba.kernels.device_matrix import DeviceMatrix
 from frink_numba.kernels.jit import kernel
 from frink_numba.kernels.register_tile import RegisterTile, make_accumulate, make_store, make_zeros
-from frink_numba.kernels.vector_memory import granule_of, make_load_octet, make_store_column
+from frink_numba.kernels.vector_memory import granule_of, make_load_run, make_store_column
 
 _DEPTH = 16  # elements of K in a slice: two octets, so that two threads a row fill it
-_f32 = types.float32
+_f32, _i32 = types.float32, types.int32
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A block's share: `side` x `side` outputs by 2 * side threads, each with `rows` x `cols` of them."""
+    """A block's share, `height` x `width` outputs by 2 * width threads, each with `rows` x `cols` of them."""
 
-    side: int
+    height: int
+    width: int
     rows: int
     cols: int
     blocks: int  # blocks on a multiprocessor that registers are kept for
 
     @property
     def threads(self) -> int:
-        return 2 * self.side
+        return 2 * self.width
+
+    def __str__(self) -> str:
+        return f"{self.height}x{self.width}"
 
 
 # Larger tiles read x and W less often; smaller ones fill the machine when the output is small.
-TILES = {tile.side: tile for tile in (Tile(128, 8, 8, 2), Tile(64, 4, 8, 4), Tile(32, 4, 4, 8))}
+TILES = (Tile(128, 64, 8, 8, 3), Tile(64, 64, 4, 8, 4), Tile(32, 32, 4, 4, 8))
 
 
 @lru_cache(maxsize=None)
-def quantized_matmul_kernel(kind_name: str, side: int, granule: int) -> Any:
+def quantized_matmul_kernel(kind_name: str, tile: Tile, granule: int) -> Any:
     """The kernel of one kind and tile; `granule` tells how the ends of x's rows are guarded (see `granule_of`).
 
     Arguments: x float32 [m, k], data uint8 (a DeviceMatrix's), out float32 [m, n], n, stored k. Grid: tiles of m, tiles
-    of n. Shared memory: 2 slices each of x and W, 256 * side bytes.
+    of n. Shared memory: two slices each of x and W, 128 * (height + width) bytes.
     """
-    tile = TILES[side]
-    across = side // tile.cols  # threads along a row of the tile
-    warps_across = across // 8
-    registers = RegisterTile(tile.rows, tile.cols, side // (tile.rows // 4), side // (tile.cols // 4))
-    zeros = make_zeros(registers)
-    accumulate = make_accumulate(registers, _DEPTH, side, side)
-    store = make_store(registers)
-    store_column = make_store_column(side)
+    height, width = tile.height, tile.width
+    warps_across = width // tile.cols // 8
+    registers = RegisterTile(tile.rows, tile.cols, height * 4 // tile.rows, width * 4 // tile.cols)
+    zeros, store = make_zeros(registers), make_store(registers)
+    accumulate = make_accumulate(registers, _DEPTH // 2, height, width)
+    # Of a slice of x, a thread takes two runs; of W an octet.
+    run = _DEPTH // 2 * height // tile.threads
+    load_run, store_run = make_load_run(run, granule), make_store_column(run, height)
+    second_run = run * height
     fetch, decode = dequantizer(kind_name)
-    load_octet = make_load_octet(granule)
-    slice_size = _DEPTH * side
-    buffer_size = 2 * slice_size
+    store_octet = make_store_column(8, width)
+    # Slices have the size of a power of two: adding it to a place in the first of two slices is a flip of one bit.
+    x_slice, w_slice = _DEPTH * height, _DEPTH * width
+    x_buffer, w_buffer, x_middle, w_middle = 2 * x_slice, 2 * w_slice, x_slice // 2, w_slice // 2
 
     @kernel(tile.threads, tile.blocks)
     def quantized_matmul_tiles(x, data, out, n, stored_cols):
-        x_slices = cuda.shared.array(buffer_size, _f32)
-        w_slices = cuda.shared.array(buffer_size, _f32)
+        x_slices = cuda.shared.array(x_buffer, _f32)
+        w_slices = cuda.shared.array(w_buffer, _f32)
+        # 32-bit integers throughout: numba would widen them, and the register file is full.
         thread = cuda.threadIdx.x
-        m, cols = x.shape
-        first_row, first_col = cuda.blockIdx.x * side, cuda.blockIdx.y * side
-        # Loading: two threads a row of each slice. Rows beyond the edge repeat the last; their outputs are not stored.
-        lane_row, half = thread % side, thread // side
-        x_row = min(first_row + lane_row, m - 1)
-        w_row = min(first_col + lane_row, n - 1)
-        column = half * 8 * side + lane_row
-        # Multiplying: a warp covers 4 x 8 register tiles, so that its reads of shared memory are few and free of conflicts.
+        m, cols = _i32(x.shape[0]), _i32(x.shape[1])
+        first_row, first_col = _i32(cuda.blockIdx.x * height), _i32(cuda.blockIdx.y * width)
+        # Loading: rows beyond the edge repeat the last one; their outputs are not stored.
+        x_row, x_first = _i32(thread % height), _i32(thread // height * 2 * run)
+        x_start = _i32(min(first_row + x_row, m - 1) * cols)
+        x_at = _i32(x_first * height + x_row)
+        w_row, half = _i32(thread % width), _i32(thread // width)
+        w_at = _i32(half * 8 * width + w_row)
+        w_row = _i32(min(first_col + w_row, n - 1))
+        # Multiplying: a warp covers 4 x 8 register tiles, so that few reads of shared memory serve it, without conflicts.
         warp, lane = thread // 32, thread % 32
-        tile_row = (warp // warps_across * 4 + lane // 8) * 4
-        tile_col = (warp % warps_across * 8 + lane % 8) * 4
+        tile_row = _i32((warp // warps_across * 4 + lane // 8) * 4)
+        tile_col = _i32((warp % warps_across * 8 + lane % 8) * 4)
 
-        x_values = load_octet(x, x_row * cols, half * 8, cols)
         w_bits = fetch(data, n, stored_cols, w_row, half)
-        store_column(x_slices, column, x_values)
-        store_column(w_slices, column, decode(w_bits, half))
+        store_run(x_slices, x_at, load_run(x, x_start, x_first, cols))
+        store_run(x_slices, x_at + second_run, load_run(x, x_start, x_first + run, cols))
+        store_octet(w_slices, w_at, decode(w_bits, half))
         cuda.syncthreads()
         acc = zeros()
-        steps = stored_cols // _DEPTH
-        current = 0
-        for step in range(1, steps + 1):
-            octet = step * 2 + half
-            if step < steps:
-                x_values = load_octet(x, x_row * cols, octet * 8, cols)
-                w_bits = fetch(data, n, stored_cols, w_row, octet)
-            acc = accumulate(acc, x_slices, w_slices, current + tile_row, current + tile_col)
-            current = slice_size - current
-            if step < steps:
-                store_column(x_slices, current + column, x_values)
-                store_column(w_slices, current + column, decode(w_bits, octet))
+        last = _i32(stored_cols - _DEPTH)
+        column = _i32(0)
+        while column <= last:
+            column = _i32(column + _DEPTH)
+            # The last round loads a slice in vain: behind a condition the compiler would move the loads down to where
+            # their values are stored, and every round would wait for memory. x comes in two runs to spare registers.
+            following = _i32(min(column, last))
+            octet = _i32(following // 8 + half)
+            w_bits = fetch(data, n, stored_cols, w_row, octet)
+            x_values = load_run(x, x_start, following + x_first, cols)
+            acc = accumulate(acc, x_slices, w_slices, tile_row, tile_col)
+            x_at, w_at = _i32(x_at ^ x_slice), _i32(w_at ^ w_slice)
+            store_run(x_slices, x_at, x_values)
+            x_values = load_run(x, x_start, following + x_first + run, cols)
+            acc = accumulate(acc, x_slices, w_slices, tile_row + x_middle, tile_col + w_middle)
+            tile_row, tile_col = _i32(tile_row ^ x_slice), _i32(tile_col ^ w_slice)
+            store_run(x_slices, x_at + second_run, x_values)
+            store_octet(w_slices, w_at, decode(w_bits, octet))
             cuda.syncthreads()
-        store(out, acc, first_row + tile_row, first_col + tile_col, m, n)
+        store(out, acc, first_row + tile_row % x_slice, first_col + tile_col % w_slice, m, n)
 
     return quantized_matmul_tiles
 
 
-def choose_tile(m: int, n: int, multiprocessors: int) -> int:
-    """The side of the largest tile whose grid gives at least nine tenths of the multiprocessors a block."""
-    for side in sorted(TILES, reverse=True):
-        if -(-m // side) * -(-n // side) * 10 >= 9 * multiprocessors:
-            return side
-    return min(TILES)
+def choose_tile(m: int, n: int, multiprocessors: int) -> Tile:
+    """The largest tile whose grid gives at least nine tenths of the multiprocessors a block."""
+    for tile in TILES:
+        if -(-m // tile.height) * -(-n // tile.width) * 10 >= 9 * multiprocessors:
+            return tile
+    return TILES[-1]
 
 
 @lru_cache(maxsize=None)
@@ -118,20 +134,20 @@ def _multiprocessors(device_id: int) -> int:
     return 132 if config.ENABLE_CUDASIM else int(cuda.gpus[device_id].MULTIPROCESSOR_COUNT)
 
 
-def quantized_matmul(x: Any, weight: DeviceMatrix, out: Any, stream: Any = 0, *, side: int | None = None) -> None:
-    """out[m, n] = x[m, k] W[n, k]^T; float32 device arrays, any m and n; `side` forces a tile (a key of TILES).
+def quantized_matmul(x: Any, weight: DeviceMatrix, out: Any, stream: Any = 0, *, tile: Tile | None = None) -> None:
+    """out[m, n] = x[m, k] W[n, k]^T; float32 device arrays, any m and n; `tile` forces one of TILES.
 
-    ShapeError when the arrays do not fit the matrix.
+    ShapeError when the arrays do not fit the matrix, or x has 2**31 elements or more.
     """
     m = require_rank("quantized_matmul", "x", x, 2)[0]
     require("quantized_matmul", "x", x, (m, weight.cols))
     require("quantized_matmul", "out", out, (m, weight.rows))
+    if m * weight.cols >= 1 << 31:
+        raise ShapeError(f"quantized_matmul: x of {m} x {weight.cols} is too large; take fewer rows at a time")
     if m == 0:
         return
-    if side is None:
-        side = choose_tile(m, weight.rows, _multiprocessors(cuda.get_current_device().id))
-    elif side not in TILES:
-        raise ShapeError(f"quantized_matmul: no tile has the side {side}; known: {sorted(TILES)}")
-    run = quantized_matmul_kernel(weight.kind.name, side, granule_of(weight.cols, _DEPTH))
-    grid = -(-m // side), -(-weight.rows // side)
-    run[grid, TILES[side].threads, stream](x, weight.data, out, weight.rows, weight.stored_cols)
+    if tile is None:
+        tile = choose_tile(m, weight.rows, _multiprocessors(cuda.get_current_device().id))
+    run = quantized_matmul_kernel(weight.kind.name, tile, granule_of(weight.cols, _DEPTH))
+    grid = -(-m // tile.height), -(-weight.rows // tile.width)
+    run[grid, tile.threads, stream](x, weight.data, out, np.int32(weight.rows), np.int32(weight.stored_cols))

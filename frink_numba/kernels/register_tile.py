@@ -19,9 +19,11 @@ from frink_numba.kernels.extension import (
     elements,
     f32,
     fused_multiply_add,
+    global_address,
     i32,
     i64,
     in_simulator,
+    multiply_wide,
 )
 
 _QUAD = 4
@@ -204,34 +206,34 @@ def make_store(tile: RegisterTile) -> Any:
     @device_intrinsic(simulated)
     def store(typing_context: Any, out: Any, acc: Any, row: Any, col: Any, rows: Any, cols: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            base = data_pointer(context, builder, signature.args[0], args[0])
             sums = elements(builder, args[1])
             row, col, rows, cols = args[2:]
-            whole_quads = builder.icmp_unsigned("==", builder.and_(cols, i64(_QUAD - 1)), i64(0))
+            first = global_address(context, builder, signature.args[0], args[0])
+            row_bytes = builder.mul(cols, i32(4))
+            whole_quads = builder.icmp_unsigned("==", builder.and_(cols, i32(_QUAD - 1)), i32(0))
 
             def each_quad(store_quad: Any) -> None:
                 for i, r in enumerate(tile.row_offsets):
-                    at_row = builder.add(row, i64(r))
+                    at_row = builder.add(row, i32(r))
                     with builder.if_then(builder.icmp_signed("<", at_row, rows)):
-                        start = builder.add(builder.mul(at_row, cols), col)
+                        start = multiply_wide(builder, at_row, row_bytes, first)
                         for j in range(0, tile.cols, _QUAD):
-                            offset = tile.col_offsets[j]
-                            values = sums[i * tile.cols + j : i * tile.cols + j + _QUAD]
-                            place = builder.gep(base, [builder.add(start, i64(offset))])
-                            store_quad(place, builder.add(col, i64(offset)), values)
+                            at_col = builder.add(col, i32(tile.col_offsets[j]))
+                            place = multiply_wide(builder, at_col, i32(4), start)
+                            store_quad(place, at_col, sums[i * tile.cols + j : i * tile.cols + j + _QUAD])
 
             def as_vector(place: Any, at_col: Any, values: Any) -> None:
                 with builder.if_then(builder.icmp_signed("<", at_col, cols)):
                     vector: Any = ir.Constant(_vec4, ir.Undefined)
                     for k, value in enumerate(values):
                         vector = builder.insert_element(vector, value, i32(k))
-                    pointer = builder.bitcast(place, _vec4.as_pointer(place.type.addrspace))
-                    builder.store(vector, pointer, align=16)
+                    builder.store(vector, builder.inttoptr(place, _vec4.as_pointer(1)), align=16)
 
             def one_by_one(place: Any, at_col: Any, values: Any) -> None:
                 for k, value in enumerate(values):
-                    with builder.if_then(builder.icmp_signed("<", builder.add(at_col, i64(k)), cols)):
-                        builder.store(value, builder.gep(place, [i64(k)]))
+                    with builder.if_then(builder.icmp_signed("<", builder.add(at_col, i32(k)), cols)):
+                        address = builder.add(place, i64(4 * k))
+                        builder.store(value, builder.inttoptr(address, f32.as_pointer(1)), align=4)
 
             with builder.if_else(whole_quads) as (then, otherwise):
                 with then:
@@ -240,7 +242,7 @@ def make_store(tile: RegisterTile) -> Any:
                     each_quad(one_by_one)
             return context.get_dummy_value()
 
-        return types.void(out, tile.numba_type, *[types.int64] * 4), generate
+        return types.void(out, tile.numba_type, *[types.int32] * 4), generate
 
     return store
 

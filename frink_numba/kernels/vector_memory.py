@@ -9,17 +9,18 @@ from llvmlite import ir
 from numba.cuda import types
 
 from frink_numba.kernels.extension import (
-    Octet,
     as_tuple,
     data_pointer,
     device_intrinsic,
     elements,
     f32,
+    global_address,
     i8,
     i16,
     i32,
     i64,
     in_simulator,
+    multiply_wide,
 )
 from frink_numba.kernels.kinds import OCTET, Plane
 
@@ -71,30 +72,29 @@ def store4(typing_context: Any, array: Any, index: Any, quad: Any) -> Any:
     return types.void(array, types.int64, Quad), generate
 
 
-def _within(builder: Any, place: Any, limit: Any) -> Any:
-    return builder.icmp_signed("<", place, limit)
+def _load_quad_within(builder: Any, array: Any, start: Any, first: Any, limit: Any, granule: int) -> list[Any]:
+    """Four float32 of the row that begins at element `start` of the array at global address `array`.
 
-
-def _load_quad_within(builder: Any, pointer: Any, start: Any, first: Any, limit: Any, granule: int) -> list[Any]:
-    """Four float32 from `pointer + start + first` on, zeros from element `limit` on.
-
-    `granule` is how many elements from `first` on are known to lie on one side of the limit: 8 (inside), 4 or 1. What
-    lies beyond is not read: its address is replaced, since a select is cheaper than a branch.
+    They are elements `first` on of the row; from element `limit` on zeros are given. `granule` is how many elements from
+    `first` on are known to lie on one side of the limit: 8 (inside), 4 or 1. What lies beyond is not read: its address is
+    replaced, since a select is cheaper than a branch. Places are 32-bit, so an array has less than 2**32 elements.
     """
-    zero = f32(0.0)
     if granule == 1:
         values = []
         for i in range(4):
-            place = builder.add(first, i64(i))
-            inside = _within(builder, place, limit)
-            safe = builder.add(start, builder.select(inside, place, i64(0)))
-            values.append(builder.select(inside, builder.load(builder.gep(pointer, [safe])), zero))
+            place = builder.add(first, i32(i))
+            inside = builder.icmp_signed("<", place, limit)
+            index = builder.add(start, builder.select(inside, place, i32(0)))
+            address = multiply_wide(builder, index, i32(4), array)
+            value = builder.load(builder.inttoptr(address, f32.as_pointer(1)), align=4)
+            values.append(builder.select(inside, value, f32(0.0)))
         return values
-    inside = _within(builder, first, limit) if granule == 4 else None
-    place = first if inside is None else builder.select(inside, first, i64(0))
-    vector = builder.load(_at(builder, pointer, builder.add(start, place), _vec4), align=16)
+    inside = builder.icmp_signed("<", first, limit) if granule == 4 else None
+    place = first if inside is None else builder.select(inside, first, i32(0))
+    address = multiply_wide(builder, builder.add(start, place), i32(4), array)
+    vector = builder.load(builder.inttoptr(address, _vec4.as_pointer(1)), align=16)
     values = [builder.extract_element(vector, i32(i)) for i in range(4)]
-    return values if inside is None else [builder.select(inside, v, zero) for v in values]
+    return values if inside is None else [builder.select(inside, v, f32(0.0)) for v in values]
 
 
 def _take_within(flat: np.ndarray, start: int, first: int, limit: int, count: int) -> list[Any]:
@@ -103,29 +103,29 @@ def _take_within(flat: np.ndarray, start: int, first: int, limit: int, count: in
     return [*flat[start + first : start + first + held], *[np.float32(0.0)] * (count - held)]
 
 
-def make_load_octet(granule: int) -> Any:
-    """A function (array, start, first, limit) -> elements first .. first+7 of the row that starts at flat `start`.
+def make_load_run(count: int, granule: int) -> Any:
+    """A function (array, start, first, limit) -> elements first .. first+count-1 of the row that starts at flat `start`.
 
-    Zeros from element `limit` on. `granule`: see `granule_of`.
+    `count` is 4 or 8. Zeros from element `limit` on; `granule`: see `granule_of`.
     """
+    run = types.UniTuple(types.float32, count)
 
     def simulated(array: Any, start: int, first: int, limit: int) -> tuple[Any, ...]:
-        return tuple(_take_within(in_simulator(array).reshape(-1), start, first, limit, OCTET))
+        return tuple(_take_within(in_simulator(array).reshape(-1), start, first, limit, count))
 
     @device_intrinsic(simulated)
-    def load_octet(typing_context: Any, array: Any, start: Any, first: Any, limit: Any) -> Any:
+    def load_run(typing_context: Any, array: Any, start: Any, first: Any, limit: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            pointer = data_pointer(context, builder, signature.args[0], args[0])
             start, first, limit = args[1:]
+            array = global_address(context, builder, signature.args[0], args[0])
             values = []
-            for part in range(0, OCTET, 4):
-                place = builder.add(first, i64(part))
-                values += _load_quad_within(builder, pointer, start, place, limit, granule)
+            for part in range(0, count, 4):
+                values += _load_quad_within(builder, array, start, builder.add(first, i32(part)), limit, granule)
             return as_tuple(builder, values)
 
-        return Octet(array, types.int64, types.int64, types.int64), generate
+        return run(array, types.int32, types.int32, types.int32), generate
 
-    return load_octet
+    return load_run
 
 
 def granule_of(length: int, step: int) -> int:
@@ -155,19 +155,19 @@ def make_load_panel(rows: int, width: int, threads: int, granule: int) -> Any:
         typing_context: Any, array: Any, thread: Any, first: Any, last: Any, stride: Any, start: Any, limit: Any
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            pointer = data_pointer(context, builder, signature.args[0], args[0])
             thread, first, last, stride, start, limit = args[1:]
+            array = global_address(context, builder, signature.args[0], args[0])
             values = []
             for i in range(quads):
-                quad = builder.add(thread, i64(i * threads))
-                row = builder.add(first, builder.udiv(quad, i64(across)))
+                quad = builder.add(thread, i32(i * threads))
+                row = builder.add(first, builder.udiv(quad, i32(across)))
                 row = builder.select(builder.icmp_signed("<", row, last), row, last)
                 origin = builder.add(start, builder.mul(row, stride))
-                place = builder.mul(builder.urem(quad, i64(across)), i64(4))
-                values += _load_quad_within(builder, pointer, origin, place, limit, granule)
+                place = builder.mul(builder.urem(quad, i32(across)), i32(4))
+                values += _load_quad_within(builder, array, origin, place, limit, granule)
             return as_tuple(builder, values)
 
-        return panel(array, *[types.int64] * 6), generate
+        return panel(array, *[types.int32] * 6), generate
 
     return load_panel
 
@@ -198,32 +198,30 @@ def make_store_panel(rows: int, width: int, threads: int) -> Any:
     return store_panel
 
 
-def make_store_column(stride: int) -> Any:
-    """A function (array, index, octet): element i of the octet goes to flat `index + i * stride`."""
+def make_store_column(count: int, stride: int) -> Any:
+    """A function (array, index, run): element i of a tuple of `count` goes to flat `index + i * stride`."""
+    run = types.UniTuple(types.float32, count)
 
-    def simulated(array: Any, index: int, octet: tuple[Any, ...]) -> None:
-        in_simulator(array)[index : index + OCTET * stride : stride] = octet
+    def simulated(array: Any, index: int, run: tuple[Any, ...]) -> None:
+        array[index : index + count * stride : stride] = run
 
     @device_intrinsic(simulated)
-    def store_column(typing_context: Any, array: Any, index: Any, octet: Any) -> Any:
+    def store_column(typing_context: Any, array: Any, index: Any, run_: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             pointer = builder.gep(data_pointer(context, builder, signature.args[0], args[0]), [args[1]])
             for i, value in enumerate(elements(builder, args[2])):
                 builder.store(value, builder.gep(pointer, [i64(i * stride)]))
             return context.get_dummy_value()
 
-        return types.void(array, types.int64, Octet), generate
+        return types.void(array, types.int64, run), generate
 
     return store_column
 
 
-def _load_bits(builder: Any, data: Any, offset: Any, size: int) -> list[Any]:
-    """`size` bytes at `data + offset`, read-only and aligned, as 32-bit words; one or two bytes are widened with zeros."""
-    if size <= 4:
-        kind = {1: i8, 2: i16, 4: i32}[size]
-    else:
-        kind = ir.VectorType(i32, size // 4)
-    value = builder.load(_at(builder, data, offset, kind), align=size)
+def _load_bits(builder: Any, address: Any, size: int) -> list[Any]:
+    """`size` bytes at a global address, read-only and aligned, as 32-bit words; one or two bytes widen with zeros."""
+    kind = {1: i8, 2: i16, 4: i32}.get(size) or ir.VectorType(i32, size // 4)
+    value = builder.load(builder.inttoptr(address, kind.as_pointer(1)), align=size)
     # The weights do not change while a kernel runs: the read-only data path may serve them.
     value.set_metadata("invariant.load", builder.module.add_metadata([]))
     if size < 4:
@@ -256,21 +254,23 @@ def make_fetch(planes: tuple[Plane, ...]) -> Any:
     @device_intrinsic(simulated)
     def fetch(typing_context: Any, data: Any, rows: Any, cols: Any, row: Any, octet: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            pointer = data_pointer(context, builder, signature.args[0], args[0])
+            pointer = global_address(context, builder, signature.args[0], args[0])
             rows, cols, row, octet = args[1:]
+            elements_before = builder.mul(builder.zext(rows, i64), builder.zext(cols, i64))
             out: list[Any] = []
             for plane, skipped in zip(planes, before, strict=True):
-                base = builder.lshr(builder.mul(builder.mul(rows, cols), i64(skipped)), i64(8))
+                base = builder.add(pointer, builder.lshr(builder.mul(elements_before, i64(skipped)), i64(8)))
                 for part in range(max(1, OCTET // plane.span)):
                     if plane.span < OCTET:
-                        entry = builder.add(builder.mul(octet, i64(OCTET // plane.span)), i64(part))
+                        entry = builder.add(builder.mul(octet, i32(OCTET // plane.span)), i32(part))
                     else:
-                        entry = builder.lshr(octet, i64((plane.span // OCTET).bit_length() - 1))
+                        entry = builder.lshr(octet, i32((plane.span // OCTET).bit_length() - 1))
                     index = builder.add(builder.mul(entry, rows), row)
-                    offset = builder.add(base, builder.mul(index, i64(plane.entry_bytes)))
-                    out += _load_bits(builder, pointer, offset, plane.entry_bytes)
+                    out += _load_bits(
+                        builder, multiply_wide(builder, index, i32(plane.entry_bytes), base), plane.entry_bytes
+                    )
             return as_tuple(builder, out)
 
-        return raw(data, types.int64, types.int64, types.int64, types.int64), generate
+        return raw(data, types.int32, types.int32, types.int32, types.int32), generate
 
     return fetch
