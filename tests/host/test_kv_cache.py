@@ -1,0 +1,346 @@
+"""The KV cache: all layers or none, growth, truncation, eviction, stores (R9, R10, R12; faults 3, 4, 6, 8)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from frink_numba.errors import CacheError
+from frink_numba.host import kv_cache as module
+from frink_numba.host.kv_cache import KVCache
+from frink_numba.layer import Layer
+from tests.random_layers import random_layer
+
+Rows = list[tuple[np.ndarray, np.ndarray]]
+
+
+def layers(*windows: int) -> list[Layer]:
+    """One layer a window, each with its own number of heads."""
+    rng = np.random.default_rng(0)
+    return [random_layer(rng, heads=2 * (i + 1), kv_heads=i + 1, head_dim=4, window=w) for i, w in enumerate(windows)]
+
+
+def draw(cache: KVCache, n: int, seed: int = 0) -> Rows:
+    rng = np.random.default_rng(seed)
+    return [
+        tuple(
+            rng.normal(size=(n, layer.n_kv_heads, width)).astype(np.float32)
+            for width in (layer.key_dim, layer.value_dim)
+        )  # type: ignore[misc]
+        for layer in cache
+    ]
+
+
+def snapshot(cache: KVCache) -> list[tuple[object, ...]]:
+    return [(c.positions, c.rows, c.version, *(part.copy() for part in c.prefix())) for c in cache]
+
+
+def same(one: list[tuple[object, ...]], other: list[tuple[object, ...]]) -> bool:
+    return all(all(np.array_equal(a, b) for a, b in zip(x, y, strict=True)) for x, y in zip(one, other, strict=True))  # type: ignore[arg-type]
+
+
+def test_rows_come_back_in_the_order_of_positions() -> None:
+    cache = KVCache(layers(0, 0, 0), 1000)
+    pushed = [draw(cache, n, n) for n in (1, 3, 63, 64, 200)]
+    for rows in pushed:
+        cache.push(rows)
+    assert cache.positions == 331
+    assert len(cache) == 3
+    for index, layer in enumerate(cache):
+        assert layer is cache[index]
+        assert (layer.positions, layer.rows) == (331, 331)
+        for part, kept in enumerate(layer.prefix()):
+            np.testing.assert_array_equal(kept, np.concatenate([rows[index][part] for rows in pushed]))
+
+
+def test_capacity_doubles_up_to_the_context() -> None:
+    cache = KVCache(layers(0), 300)
+    row_bytes = 2 * 4 * 4
+    sizes = []
+    for _ in range(300):
+        cache.push(draw(cache, 1))
+        sizes.append(cache.nbytes // row_bytes)
+    assert sorted(set(sizes)) == [64, 128, 256, 300]
+    with pytest.raises(CacheError, match="1 positions after 300 exceed the context of 300"):
+        cache.push(draw(cache, 1))
+
+
+def test_prefix_is_a_read_only_view() -> None:
+    cache = KVCache(layers(0), 10)
+    cache.push(draw(cache, 2))
+    k, v = cache[0].prefix()
+    assert np.shares_memory(k, cache[0].prefix()[0])
+    for part in (k, v):
+        with pytest.raises(ValueError, match="read-only"):
+            part[0] = 1
+
+
+def test_what_is_written_to_the_tail_counts_after_a_push() -> None:
+    """A backend may write rows in place: the push then copies them onto themselves."""
+    cache = KVCache(layers(0, 0), 100)
+    cache.push(draw(cache, 2))
+    rows = draw(cache, 3, 1)
+    tails = [layer.tail(3) for layer in cache]
+    for tail, source in zip(tails, rows, strict=True):
+        for part in (0, 1):
+            tail[part][...] = source[part]
+    assert cache.positions == 2
+    assert [layer.prefix()[0].shape[0] for layer in cache] == [2, 2]
+    cache.push(tails)
+    for layer, source in zip(cache, rows, strict=True):
+        for kept, part in zip(layer.prefix(), source, strict=True):
+            np.testing.assert_array_equal(kept[2:], part)
+
+
+def test_a_tail_left_unpushed_is_forgotten() -> None:
+    """Fault 3: the counts have one owner, so a tail that nobody pushed does not shift the next rows."""
+    cache = KVCache(layers(0), 100)
+    first = draw(cache, 4, 1)
+    cache.push(first)
+    for part in cache[0].tail(5):
+        part.fill(np.nan)
+    second = draw(cache, 4, 2)
+    cache.push(second)
+    np.testing.assert_array_equal(cache[0].prefix()[0], np.concatenate([first[0][0], second[0][0]]))
+
+
+@pytest.mark.parametrize("wrong", ["layers", "batch", "heads", "width", "value width", "dtype", "order"])
+def test_a_push_that_does_not_fit_changes_nothing(wrong: str) -> None:
+    cache = KVCache(layers(0, 0, 0), 100)
+    cache.push(draw(cache, 4))
+    before = snapshot(cache)
+    rows = draw(cache, 3, 1)
+    k, v = rows[2]
+    match wrong:
+        case "layers":
+            rows = rows[:2]
+        case "batch":
+            rows[2] = (k[:2], v[:2])
+        case "heads":
+            rows[2] = (k[:, :2], v[:, :2])
+        case "width":
+            rows[2] = (k[..., :3], v)
+        case "value width":
+            rows[2] = (k, v[..., :3])
+        case "dtype":
+            rows[2] = (k.astype(np.float64), v)
+        case "order":
+            rows = rows[::-1]
+    with pytest.raises(CacheError, match=r"layer [02]: .*(\[|float64)|rows of 2 layers do not fit a cache of 3"):
+        cache.push(rows)
+    assert same(before, snapshot(cache))
+    cache.push(draw(cache, 3, 1))
+    assert cache.positions == 7
+
+
+@pytest.mark.parametrize("fails_at", range(1, 7))
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_out_of_memory_leaves_every_layer_as_it_was(
+    fails_at: int, dtype: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault 4: memory runs out at the k-th of the six buffers that must grow; a retry equals a clean run."""
+    description = layers(0, 0, 0)
+    cache, clean = KVCache(description, 1000, dtype=dtype), KVCache(description, 1000, dtype=dtype)
+    for each in (cache, clean):
+        each.push(draw(each, 60))
+    before = snapshot(cache)
+    real, calls = np.empty, 0
+
+    def failing(*arguments: object, **named: object) -> np.ndarray:
+        nonlocal calls
+        calls += 1
+        if calls == fails_at:
+            raise MemoryError
+        return real(*arguments, **named)  # type: ignore[call-overload, no-any-return]
+
+    rows = draw(cache, 40, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(module.np, "empty", failing)
+        with pytest.raises(MemoryError):
+            cache.push(rows)
+    assert calls == fails_at
+    assert same(before, snapshot(cache))
+    cache.push(rows)
+    clean.push(rows)
+    assert same(snapshot(clean), snapshot(cache))
+
+
+@pytest.mark.parametrize("fails_at", range(6))
+def test_a_copy_that_fails_leaves_every_layer_as_it_was(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R10: whatever stops a push half way, an interrupt included."""
+    cache = KVCache(layers(0, 0, 0), 100)
+    cache.push(draw(cache, 4))
+    before = snapshot(cache)
+    real, calls = module.store_rows, 0
+
+    def interrupted(rows: np.ndarray, out: np.ndarray, layer: int) -> None:
+        nonlocal calls
+        if calls == fails_at:
+            raise KeyboardInterrupt
+        calls += 1
+        real(rows, out, layer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "store_rows", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cache.push(draw(cache, 3, 1))
+    assert same(before, snapshot(cache))
+
+
+def test_float16_rounds_once_and_refuses_what_it_cannot_hold() -> None:
+    cache = KVCache(layers(0, 0), 100, dtype=np.float16)
+    rows = draw(cache, 3)
+    cache.push(rows)
+    np.testing.assert_array_equal(cache[1].prefix()[1], rows[1][1].astype(np.float16))
+    before = snapshot(cache)
+    too_large = draw(cache, 3, 1)
+    too_large[1][0][2, 1, 3] = -70000
+    with pytest.raises(CacheError, match=r"layer 1: .*70000, beyond float16"):
+        cache.push(too_large)
+    assert same(before, snapshot(cache))
+    assert cache.nbytes == KVCache(layers(0, 0), 100).nbytes + 64 * (2 * 4 + 4 * 4) * 2
+
+
+def test_stored_float16_rows_can_be_pushed() -> None:
+    half = KVCache(layers(0), 10, dtype=np.float16)
+    half.push(draw(half, 3))
+    for dtype in (np.float16, np.float32):
+        other = KVCache(layers(0), 10, dtype=dtype)
+        other.push([half[0].prefix()])
+        np.testing.assert_array_equal(other[0].prefix()[0], half[0].prefix()[0])
+
+
+def test_truncate() -> None:
+    cache = KVCache(layers(0, 5), 100)
+    first = draw(cache, 10)
+    cache.push(first)
+    cache.truncate(6)
+    assert [(c.positions, c.rows) for c in cache] == [(6, 6)] * 2
+    second = draw(cache, 2, 1)
+    cache.push(second)
+    np.testing.assert_array_equal(cache[1].prefix()[1], np.concatenate([first[1][1][:6], second[1][1]]))
+    for n in (-1, 9):
+        with pytest.raises(CacheError, match=f"8 positions to {n}"):
+            cache.truncate(n)
+    cache.truncate(0)
+    assert cache.positions == cache[0].rows == 0
+
+
+def test_version_changes_when_a_mirror_would_be_stale() -> None:
+    """New rows behind the last can be copied on; after a truncation or an eviction a mirror must be made anew."""
+    cache = KVCache(layers(0, 4), 100)
+    start = [c.version for c in cache]
+    cache.push(draw(cache, 10))
+    cache.push(draw(cache, 60))
+    cache.truncate(70)
+    assert [c.version for c in cache] == start
+    cache.evict()
+    assert cache[0].version == start[0]
+    assert cache[1].version != start[1]
+    cache.push(draw(cache, 5))
+    before = [c.version for c in cache]
+    cache.truncate(70)
+    assert all(c.version != old for c, old in zip(cache, before, strict=True))
+
+
+def test_eviction_keeps_what_a_later_query_sees() -> None:
+    """Fault 6: repeated eviction never changes a row. Window 4: query 10 sees rows 7, 8, 9 and its own."""
+    cache = KVCache(layers(0, 4), 1000)
+    everything: list[Rows] = []
+    for seed, n in enumerate((10, 1, 1, 70, 2, 1)):
+        rows = draw(cache, n, seed)
+        everything.append(rows)
+        cache.push(rows)
+        cache.evict()
+        assert (cache[0].rows, cache[1].rows) == (cache.positions, 3)
+        whole = [np.concatenate([rows[1][part] for rows in everything]) for part in (0, 1)]
+        for kept, part in zip(cache[1].prefix(), whole, strict=True):
+            np.testing.assert_array_equal(kept, part[-3:])
+    assert cache.positions == 85
+    assert cache.evict() == 0
+    short = KVCache(layers(4), 100)
+    short.push(draw(short, 3))
+    assert short.evict() == 0
+    assert short[0].rows == 3
+
+
+def test_eviction_frees_memory() -> None:
+    cache = KVCache(layers(4), 1000)
+    cache.push(draw(cache, 500))
+    before = cache.nbytes
+    assert cache.evict() == 497
+    assert cache.nbytes < before / 100
+
+
+def test_eviction_is_refused_where_it_would_change_the_answer() -> None:
+    """Fault 6: the named refusal."""
+    cache = KVCache(layers(0, 0), 100)
+    cache.push(draw(cache, 5))
+    with pytest.raises(CacheError, match="no layer has a sliding window"):
+        cache.evict()
+    assert cache[0].rows == 5
+
+
+def test_truncating_into_evicted_rows_is_refused() -> None:
+    cache = KVCache(layers(0, 4), 100)
+    cache.push(draw(cache, 10))
+    cache.evict()  # keeps rows 7, 8, 9 of layer 1
+    before = snapshot(cache)
+    for n in (1, 6, 9):  # a query at 9 sees row 6
+        with pytest.raises(CacheError, match="layer 1: cannot truncate to"):
+            cache.truncate(n)
+        assert same(before, snapshot(cache))
+    cache.push(draw(cache, 5, 1))
+    cache.truncate(10)  # a query at 10 sees rows 7, 8, 9
+    assert cache[1].rows == 3
+    cache.truncate(0)  # nothing is missed: start over
+    assert [(c.positions, c.rows) for c in cache] == [(0, 0)] * 2
+    rows = draw(cache, 2, 2)
+    cache.push(rows)
+    np.testing.assert_array_equal(cache[1].prefix()[0], rows[1][0])
+
+
+def test_out_of_memory_while_evicting_leaves_every_layer_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KVCache(layers(4, 4), 100)
+    cache.push(draw(cache, 20))
+    before = snapshot(cache)
+    real, calls = np.empty, 0
+
+    def failing(*arguments: object, **named: object) -> np.ndarray:
+        nonlocal calls
+        calls += 1
+        if calls == 3:  # the second layer's K
+            raise MemoryError
+        return real(*arguments, **named)  # type: ignore[call-overload, no-any-return]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.np, "empty", failing)
+        with pytest.raises(MemoryError):
+            cache.evict()
+    assert same(before, snapshot(cache))
+
+
+def test_the_context_bounds_tails_and_pushes() -> None:
+    """Fault 8: n + 1 positions are a named error, the cache untouched."""
+    cache = KVCache(layers(0), 8)
+    cache.push(draw(cache, 8))
+    cache.truncate(5)
+    assert cache[0].tail(3)[0].shape[0] == 3
+    with pytest.raises(CacheError, match="4 positions after 5 exceed the context of 8"):
+        cache[0].tail(4)
+    with pytest.raises(CacheError, match="4 positions after 5 exceed the context of 8"):
+        cache.push(draw(cache, 4))
+    assert cache.positions == 5
+
+
+@pytest.mark.parametrize(("context", "dtype"), [(0, np.float32), (8, np.float64), (8, np.int8)])
+def test_a_cache_that_cannot_be_is_refused(context: int, dtype: type) -> None:
+    with pytest.raises(CacheError, match=r"float64|int8|at least 1"):
+        KVCache(layers(0), context, dtype=dtype)
+
+
+def test_it_says_what_it_is() -> None:
+    cache = KVCache(layers(0, 0), 100, dtype=np.float16)
+    cache.push(draw(cache, 3))
+    assert repr(cache) == "<KVCache of 2 layers, 3 of 100 positions, float16>"
+    assert [layer.index for layer in cache[:1]] == [0]
