@@ -138,7 +138,7 @@ class Gemms:
             if self._half_rows is None:
                 types = [kind for _, kind in half_rows.ARGUMENTS]
                 cubin = load_cubin(half_rows.SOURCE, self.target)
-                self._half_rows = LoadedKernel(cubin, types, half_rows.THREADS, 0)
+                self._half_rows = LoadedKernel(cubin, types, half_rows.THREADS, 0, overlap=True)
         return self._half_rows.bind(m, x, out.half, out.scale, out.norm, cols)
 
     def _kernel(self, variant: WgmmaGemm) -> LoadedKernel:
@@ -147,7 +147,9 @@ class Gemms:
             if kernel is None:
                 cubin = load_cubin(wgmma_source(variant), self.target)
                 types = [kind for _, kind in gemm_wgmma.ARGUMENTS]
-                kernel = LoadedKernel(cubin, types, gemm_wgmma.THREADS, variant.shared, variant.cluster)
+                kernel = LoadedKernel(
+                    cubin, types, gemm_wgmma.THREADS, variant.shared, cluster=variant.cluster, overlap=True
+                )
                 self._kernels[variant] = kernel
             return kernel
 

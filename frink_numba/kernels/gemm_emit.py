@@ -183,6 +183,12 @@ def range_start(e: Emitter, block: Register, split: Register, blocks: Register) 
     return _divide(e, block * split, blocks)
 
 
+@emitted("u32", "u32", "u32", "u32", "u32")
+def parts_after(e: Emitter, end: Register, block: Register, split: Register, blocks: Register) -> Register:
+    """How many blocks after `block` begin before group `end`: the last o with o * split < end * blocks is the last."""
+    return _divide(e, end * blocks + split - 1, split) - block - 1
+
+
 @emitted("u32x5", "u32", "u32", "u32", "u32", "u32")
 def next_segment(
     e: Emitter, first: Register, last: Register, whole: Register, groups: Register, blocks: Register

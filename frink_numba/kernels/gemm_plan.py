@@ -11,14 +11,14 @@ from dataclasses import dataclass
 TOKEN_TILES = (16, 32, 64, 128, 256)
 
 # Nanoseconds on an H200: a step (two slabs of 64 rows x 64 columns) and what each token adds, its least, the same of two
-# blocks that share a multiprocessor, what a byte from the L2 cache costs a multiprocessor, a launch, a tile's end, a
+# blocks that share a multiprocessor, that of 256 tokens without a cluster, what a byte from the L2 cache costs a multiprocessor, a launch, a tile's end, a
 # partial tile.
-_STEP, _STEP_PER_TOKEN = 60.0, 2.6
-_STEP_LEAST, _STEP_LEAST_SHARED = 220.0, 300.0
+_STEP, _STEP_PER_TOKEN = 60.0, 2.55
+_STEP_LEAST, _STEP_LEAST_SHARED, _STEP_ALONE = 220.0, 300.0, 735.0
 _BYTE = 1 / 70
 _START = 3000.0
 _TILE_END, _TILE_END_PER_TOKEN = 700.0, 8.0
-_PART, _PART_PER_TOKEN = 800.0, 5.0
+_PART, _PART_PER_TOKEN = 500.0, 12.0
 # Blocks of a split are at different columns at a time: activations beyond this leave the L2 cache, and steps take longer.
 _SPLIT_BYTES, _SPLIT_PENALTY = 30 << 20, 1.2
 _LEAST_GROUPS = 2  # of four steps, a block of a split tile
@@ -64,18 +64,21 @@ def make_plan(
     `tokens` and `cluster` force the tile.
     """
     tiles = [tokens] if tokens else [t for t in TOKEN_TILES if t < 2 * m or t == TOKEN_TILES[0]]
-    clusters = [cluster] if cluster else [1, 2]
-    plans = []
+    plans: list[Plan | None] = []
     for t in tiles:
-        for c in clusters:
-            shared = blocks_on_multiprocessor(t, c)
-            least = _STEP_LEAST if shared == 1 else _STEP_LEAST_SHARED
-            step = max(least, _STEP + _STEP_PER_TOKEN * t, (t * 128 / c + 2 * step_bytes) * _BYTE * shared)
-            for split in (False, True):
-                plan = _plan(m, rows, cols, multiprocessors * shared, t, c, step, split)
-                if plan is not None:
-                    plans.append(plan)
-    return min(plans, key=lambda plan: (plan.nanoseconds, plan.cluster, plan.tokens, plan.split_tiles))
+        # Two blocks share the widest tiles only: smaller ones wait more for each other than they save.
+        for c in [cluster] if cluster else [2, 1] if t == TOKEN_TILES[-1] else [1]:
+            least = _STEP_ALONE if t == TOKEN_TILES[-1] and c == 1 else _STEP_LEAST
+            transfer = (t * 128 / c + 2 * step_bytes) * _BYTE
+            step = max(least, _STEP + _STEP_PER_TOKEN * t, transfer)
+            plans += [_plan(m, rows, cols, multiprocessors, t, c, step, split) for split in (False, True)]
+            if blocks_on_multiprocessor(t, c) == 2:
+                step = max(_STEP_LEAST_SHARED, 2 * transfer)
+                plans += [_plan(m, rows, cols, 2 * multiprocessors, t, c, step, split) for split in (False, True)]
+    return min(
+        (p for p in plans if p is not None),
+        key=lambda plan: (plan.nanoseconds, plan.cluster, plan.tokens, plan.split_tiles),
+    )
 
 
 def _plan(

@@ -125,6 +125,63 @@ def _release(cluster: int) -> Any:
 
 
 @functools.cache
+def _load_weights(gemm: WgmmaGemm) -> Any:
+    """load(source, slab_bytes, step, slab, slabs, slot, barrier): arm a stage's barrier and fetch its slabs' step.
+
+    `source` is where the first slab begins. Slabs beyond the last are left out. The header of a record comes with its
+    first step.
+    """
+    from frink_numba.kernels.ptx import Emitter, Register, emitted
+
+    kind = gemm.row
+    header, step_size, record = kind.header_size, kind.step_size, kind.record_size
+    tokens_size = gemm.tokens * 128
+
+    def copy(e: Emitter, target: Register, source: Register, size: Register, barrier: Register) -> None:
+        e.asm(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+            None,
+            [target, source, size, barrier],
+        )
+
+    @emitted(None, "u64", "u64", "u32", "u32", "u32", "u32", "u32")
+    def load(
+        e: Emitter,
+        source: Register,
+        slab_bytes: Register,
+        step: Register,
+        slab: Register,
+        slabs: Register,
+        slot: Register,
+        barrier: Register,
+    ) -> None:
+        b = e.builder
+
+        def chosen(flag: Any, yes: Register, no: Register) -> Register:
+            return Register(e, yes.kind, b.select(flag, yes.value, no.value))
+
+        if kind.group_steps == 1:
+            at, size = e.widen(step) * step_size, e.constant("u32", step_size)
+        else:
+            first = b.icmp_unsigned("==", (step & 3).value, e.constant("u32", 0).value)
+            inner = chosen(first, e.constant("u32", 0), (step & 3) * step_size + header)
+            at = e.widen(step >> 2) * record + e.widen(inner)
+            size = chosen(first, e.constant("u32", header + step_size), e.constant("u32", step_size))
+            slot = slot + chosen(first, e.constant("u32", 0), e.constant("u32", header))
+        one = b.icmp_unsigned("<", slab.value, slabs.value)
+        two = b.icmp_unsigned("<", (slab + 1).value, slabs.value)
+        zero = e.constant("u32", 0)
+        total = chosen(one, size, zero) + chosen(two, size, zero) + tokens_size
+        e.asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", None, [barrier, total])
+        with b.if_then(one):
+            copy(e, slot, source + at, size, barrier)
+        with b.if_then(two):
+            copy(e, slot + gemm.slot, source + slab_bytes + at, size, barrier)
+
+    return load
+
+
+@functools.cache
 def build(gemm: WgmmaGemm) -> Any:
     """The kernel as a Python function for numba, and its signature."""
     from numba import cuda, types
@@ -135,6 +192,7 @@ def build(gemm: WgmmaGemm) -> Any:
         locate,
         multiply_step,
         next_segment,
+        parts_after,
         range_start,
         wait_multiplied,
         wait_one_pending,
@@ -142,14 +200,13 @@ def build(gemm: WgmmaGemm) -> Any:
     )
     from frink_numba.kernels.gemm_epilogue import partial_ops, store_tile
     from frink_numba.kernels.instructions import (
-        bulk_load,
         bulk_wait_read,
         cluster_rank,
         cluster_sync,
         fence_barrier_init,
+        launch_dependents,
         load_acquire,
         load_float,
-        mbarrier_expect,
         mbarrier_init,
         mbarrier_wait,
         named_barrier,
@@ -159,13 +216,14 @@ def build(gemm: WgmmaGemm) -> Any:
         store_release,
         tma_load_2d,
         tma_multicast_2d,
+        wait_for_predecessors,
     )
     from frink_numba.kernels.ptx import numba_type, shared_address
 
     kind = gemm.row
     TOKENS, STAGES, SLOT = gemm.tokens, gemm.stages, gemm.slot
     X_STAGE, W_STAGE = TOKENS * 128, 2 * SLOT
-    HEADER, STEP, RECORD, PER_RECORD = kind.header_size, kind.step_size, kind.record_size, kind.group_steps
+    RECORD, PER_RECORD = kind.record_size, kind.group_steps
     BUFFER = gemm.epilogue.buffer_size(TOKENS)
     COLUMNS = gemm.epilogue.columns
     CLUSTER, SIDES = gemm.cluster, 2 * gemm.cluster
@@ -188,7 +246,7 @@ def build(gemm: WgmmaGemm) -> Any:
     store = store_tile(TOKENS, gemm.epilogue)
     few, many = (40, 232) if gemm.resident == 1 else (24, 104)
     fewer_registers, more_registers = set_registers(few, more=False), set_registers(many, more=True)
-    release = _release(CLUSTER)
+    release, load_weights = _release(CLUSTER), _load_weights(gemm)
     u32, u64, f32 = types.uint32, types.uint64, types.float32
 
     def gemm_wgmma(
@@ -222,54 +280,65 @@ def build(gemm: WgmmaGemm) -> Any:
         else:
             cuda.syncthreads()
 
+        launch_dependents()
+
         split = u32(split_tiles * groups)
-        first = range_start(block, split, blocks)
-        last = range_start(block + u32(1), split, blocks)
-        whole = u32(split_tiles + block)
-        stage = u32(0)
-        phase = u32(0)
         if group == 0:
             fewer_registers()
             if thread == 0:
+                first = range_start(block, split, blocks)
+                last = range_start(block + u32(1), split, blocks)
+                whole = u32(split_tiles + block)
+                stage = u32(0)
+                phase = u32(0)
+                # The weights do not depend on the kernels before: a ringful of them goes ahead of the wait.
+                tile, g0, g1, _, _ = next_segment(first, last, whole, groups, blocks)
+                _, slab_set = locate(tile, swath, sets, token_tiles)
+                begin = u32(g0 << u32(2))
+                ahead = u32(0)
+                if first < last or whole < tiles:
+                    ahead = u32(min(u32(min(u32(g1 << u32(2)), steps) - begin), u32(STAGES)))
+                slab = u32(slab_set * u32(SIDES) + rank + rank)
+                for i in range(ahead):
+                    w_slot = base + u32(WEIGHTS_AT) + u32(i) * u32(W_STAGE)
+                    load_weights(
+                        weights + u64(slab) * slab_bytes, slab_bytes, u32(begin + u32(i)), slab, slabs, w_slot,
+                        full + u32(i) * u32(8),
+                    )  # fmt: skip
+                wait_for_predecessors()
                 while first < last or whole < tiles:
                     tile, g0, g1, first, whole = next_segment(first, last, whole, groups, blocks)
                     token_tile, slab_set = locate(tile, swath, sets, token_tiles)
                     token = token_tile * u32(TOKENS) + rank * u32(TOKENS // CLUSTER)
                     slab = u32(slab_set * u32(SIDES) + rank + rank)
                     source = weights + u64(slab) * slab_bytes
-                    present = u32(min(u32(max(slabs, slab) - slab), u32(2)))
                     for k in range(u32(g0 << u32(2)), min(u32(g1 << u32(2)), steps)):
-                        mbarrier_wait(empty + stage * u32(8), phase ^ u32(1))
                         barrier = full + stage * u32(8)
-                        x_slot = base + stage * u32(X_STAGE)
-                        w_slot = base + u32(WEIGHTS_AT) + stage * u32(W_STAGE)
-                        if PER_RECORD == 1:
-                            at = source + u64(k) * u64(STEP)
-                            size = u32(STEP)
-                        elif k & u32(3) == 0:
-                            at = source + u64(k >> u32(2)) * u64(RECORD)
-                            size = u32(HEADER + STEP)
+                        if ahead > 0:
+                            ahead = u32(ahead - u32(1))
                         else:
-                            at = source + u64(k >> u32(2)) * u64(RECORD) + u64(HEADER) + u64(k & u32(3)) * u64(STEP)
-                            size = u32(STEP)
-                            w_slot = w_slot + u32(HEADER)
-                        mbarrier_expect(barrier, u32(X_STAGE) + size * present)
+                            mbarrier_wait(empty + stage * u32(8), phase ^ u32(1))
+                            w_slot = base + u32(WEIGHTS_AT) + stage * u32(W_STAGE)
+                            load_weights(source, slab_bytes, u32(k), slab, slabs, w_slot, barrier)
+                        x_slot = base + stage * u32(X_STAGE)
                         if CLUSTER > 1:
                             tma_multicast_2d(
                                 x_slot + rank * u32(X_PART), x_map, barrier, u32(k) << u32(6), token, (1 << CLUSTER) - 1
                             )
                         else:
                             tma_load_2d(x_slot, x_map, barrier, u32(k) << u32(6), token)
-                        if present > 0:
-                            bulk_load(w_slot, at, size, barrier)
-                        if present > 1:
-                            bulk_load(w_slot + u32(SLOT), at + slab_bytes, size, barrier)
                         stage = u32(stage + u32(1))
                         if stage == STAGES:
                             stage = u32(0)
                             phase = u32(phase ^ u32(1))
         else:
             more_registers()
+            wait_for_predecessors()
+            first = range_start(block, split, blocks)
+            last = range_start(block + u32(1), split, blocks)
+            whole = u32(split_tiles + block)
+            stage = u32(0)
+            phase = u32(0)
             side = u32(group - u32(1))
             local = thread & u32(127)
             lane = thread & u32(31)
@@ -301,15 +370,8 @@ def build(gemm: WgmmaGemm) -> Any:
                 mine = u64(u32(token + min(local, u32(TOKENS - 1)))) * u64(4)
                 scale_0 = load_float(token_scale + mine)
                 scale_1 = scale_0
-                norm_0 = f32(0.0)
-                norm_1 = f32(0.0)
                 if OWN > 1:
                     scale_1 = load_float(token_scale + mine + u64(512))
-                if HALF:
-                    norm_0 = load_float(token_norm + mine)
-                    norm_1 = norm_0
-                    if OWN > 1:
-                        norm_1 = load_float(token_norm + mine + u64(512))
                 acc = no_sums()
                 for _ in range(count >> u32(2)):
                     # Four steps in a straight line: fragments of a step take one register set while the step before
@@ -387,23 +449,30 @@ def build(gemm: WgmmaGemm) -> Any:
                     if local == 0:
                         store_release(workspace + u64((block * u32(SIDES) + part) * u32(4)), u32(1))
                 else:
-                    end = u32((tile + u32(1)) * groups)
-                    other = u32(block + u32(1))
-                    while g1 != groups and range_start(other, split, blocks) < end:
-                        flag = workspace + u64((other * u32(SIDES) + part) * u32(4))
-                        if local == 0:
-                            while load_acquire(flag) == 0:
+                    if g1 != groups:
+                        # The tile's other parts: wait for all, then add them in the blocks' order.
+                        parts = parts_after(u32((tile + u32(1)) * groups), block, split, blocks)
+                        flags = workspace + u64(((block + u32(1)) * u32(SIDES) + part) * u32(4))
+                        for i in range(local, parts, u32(128)):
+                            while load_acquire(flags + u64(u32(i) * u32(4 * SIDES))) == 0:
                                 pass
                         named_barrier(side + u32(1), u32(128))
-                        acc = add_partial(acc, sums + u64(other) * u64(SIDES * PARTIAL), local)
+                        for i in range(parts):
+                            other = u64(u32(block + u32(1)) + u32(i))
+                            acc = add_partial(acc, sums + other * u64(SIDES * PARTIAL), local)
                         named_barrier(side + u32(1), u32(128))
-                        if local == 0:
-                            store_release(flag, u32(0))
-                        other = u32(other + u32(1))
+                        for i in range(local, parts, u32(128)):
+                            store_release(flags + u64(u32(i) * u32(4 * SIDES)), u32(0))
                     if slab < slabs:
                         write_scale = u64(0)
-                        if HALF and slab == 0:
-                            write_scale = out_scale + u64(token) * u64(4)
+                        norm_0 = f32(0.0)
+                        norm_1 = f32(0.0)
+                        if HALF:
+                            norm_0 = load_float(token_norm + mine)
+                            if OWN > 1:
+                                norm_1 = load_float(token_norm + mine + u64(512))
+                            if slab == 0:
+                                write_scale = out_scale + u64(token) * u64(4)
                         store(
                             acc, local, side + u32(1), staging, scales, out_map, slab * u32(COLUMNS), token, scale_a, scale_b,
                             bias_a, bias_b, (scale_0, scale_1), (norm_0, norm_1), write_scale, c2, c1, c0, add,

@@ -26,6 +26,7 @@ def build() -> tuple[Any, Any]:
     """The kernel for numba, and its signature. Grid: one block a row, 256 threads, no dynamic shared memory."""
     from numba import cuda, types
 
+    from frink_numba.kernels.instructions import launch_dependents, wait_for_predecessors
     from frink_numba.kernels.ptx import Emitter, Register, emitted, instruction, numba_type
 
     load4 = instruction("ld.global.v4.f32 {$0,$1,$2,$3}, [$4];", "f32x4", "u64")
@@ -57,6 +58,8 @@ def build() -> tuple[Any, Any]:
     warps = THREADS // 32
 
     def half_rows(x, half, scale, norm, cols):
+        launch_dependents()
+        wait_for_predecessors()
         largest = cuda.shared.array(warps, types.float32)
         squares = cuda.shared.array(warps, types.float32)
         thread = u32(cuda.threadIdx.x)

@@ -10,7 +10,6 @@ from frink_numba.kernels.ptx import instruction
 # ---- mbarriers ---------------------------------------------------------------------------------------------------
 
 mbarrier_init = instruction("mbarrier.init.shared::cta.b64 [$0], $1;", None, "u32", "u32")
-mbarrier_expect = instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", None, "u32", "u32")
 # Returns once the phase of this parity has completed; the hardware suspends the thread while it waits.
 mbarrier_wait = instruction(
     "{\n.reg .pred done;\nWAIT_${:uid}:\nmbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;\n"
@@ -54,19 +53,17 @@ tma_multicast_2d = instruction(
     "u32",
     "u16",
 )
-# (destination, source, bytes, barrier): contiguous bytes, all multiples of 16.
-bulk_load = instruction(
-    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
-    None,
-    "u32",
-    "u64",
-    "u32",
-    "u32",
-)
 # This thread's bulk stores have read their source.
 bulk_wait_read = instruction("cp.async.bulk.wait_group.read 0;", None)
 # A tensor map comes into its cache ahead of the first copy that needs it.
 prefetch_map = instruction("prefetch.tensormap [$0];", None, "u64")
+
+# ---- overlap with the kernels before and after (sm_90, launches with `overlap`) -----------------------------------
+
+# The next kernel's blocks may start where there is room.
+launch_dependents = instruction("griddepcontrol.launch_dependents;", None)
+# The kernels before this one have ended, and what they wrote is visible.
+wait_for_predecessors = instruction("griddepcontrol.wait;", None)
 
 # ---- register budgets of warp groups (sm_90a) --------------------------------------------------------------------
 

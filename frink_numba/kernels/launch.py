@@ -27,13 +27,23 @@ class LoadedKernel:
     """A kernel in the current context. `arguments` are its parameter types in order ("u64", "u32", "f32").
 
     `shared`: bytes of dynamic shared memory; `cluster`: blocks that run together, sharing their shared memory (sm_90).
+    `overlap`: the kernel waits for its predecessors itself, and may start before they end (sm_90).
     """
 
-    def __init__(self, cubin: Cubin, arguments: Sequence[str], threads: int, shared: int, cluster: int = 1) -> None:
+    def __init__(
+        self,
+        cubin: Cubin,
+        arguments: Sequence[str],
+        threads: int,
+        shared: int,
+        *,
+        cluster: int = 1,
+        overlap: bool = False,
+    ) -> None:
         from cuda.bindings import driver
 
         self.arguments = tuple(arguments)
-        self.threads, self.shared, self.cluster = threads, shared, cluster
+        self.threads, self.shared, self.cluster, self.overlap = threads, shared, cluster, overlap
         self._module = check(driver.cuModuleLoadData(cubin.code), f"loading {cubin.entry[:60]}")
         self.function = check(driver.cuModuleGetFunction(self._module, cubin.entry.encode()), "finding the kernel")
         if shared > 48 * 1024:
@@ -45,6 +55,23 @@ class LoadedKernel:
     def bind(self, blocks: int, *values: float) -> Launch:
         """A launch of `blocks` blocks with these argument values."""
         return Launch(self, blocks, values)
+
+    def _attributes(self) -> list[Any]:
+        from cuda.bindings import driver
+
+        kinds, attributes = driver.CUlaunchAttributeID, []
+        if self.cluster > 1:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            attribute.value.clusterDim.x = self.cluster
+            attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
+            attributes.append(attribute)
+        if self.overlap:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(attribute)
+        return attributes
 
     def close(self) -> None:
         """Unload the code; launches made from it must not run any more."""
@@ -74,13 +101,8 @@ class Launch:
         config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
         config.sharedMemBytes = kernel.shared
-        if kernel.cluster > 1:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            attribute.value.clusterDim.x = kernel.cluster
-            attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
-            config.attrs = [attribute]
-            config.numAttrs = 1
+        config.attrs = attributes = kernel._attributes()
+        config.numAttrs = len(attributes)
         self._config = config
         self._stream: int | None = None
 
