@@ -73,12 +73,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name); answers the exit code."""
-    arguments = build_parser().parse_args(argv)
-    output.log_to_stderr()
     try:
-        status: int = arguments.run(arguments)
-        sys.stdout.flush()
-        return status
+        try:
+            arguments = build_parser().parse_args(argv)
+            output.log_to_stderr()
+            return int(arguments.run(arguments))
+        finally:
+            sys.stdout.flush()  # here, where a reader that left is handled, and not at the interpreter's end
     except KeyboardInterrupt:
         print("\nfrink-numba: interrupted", file=sys.stderr)
         return EXIT_INTERRUPT

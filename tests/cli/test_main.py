@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import frink_numba
 from frink_numba.cli import main as cli
 from frink_numba.errors import GgufError
-from tests.cli.runner import frink, one_line_error
+from tests.cli.runner import ROOT, command, frink, one_line_error
 
 _NAMES = [module.__name__.rpartition(".")[2] for module in cli.COMMANDS]
 
@@ -31,6 +33,24 @@ def test_every_command_has_help_and_json(name: str, capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().out
     assert shown.startswith(f"usage: frink-numba {name} ")
     assert "--json" in shown
+
+
+def test_help_into_a_closed_pipe_is_quiet() -> None:
+    """Text that waits in the buffer fails at the end of `main`; unbuffered, argparse itself overlooks the failure."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(
+        command("--help"),
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(30) == 141
 
 
 def test_version() -> None:
