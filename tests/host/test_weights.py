@@ -97,6 +97,18 @@ def test_least_recently_used_goes_first(expanded: list) -> None:  # type: ignore
     assert [call[0] for call in expanded] == [b]
 
 
+def test_a_slice_counts_as_use_of_its_set(expanded: list) -> None:  # type: ignore[type-arg]
+    a, b, c, d = (f16(2, 8, seed) for seed in range(4))
+    store = WeightStore(6 * 8 * 4)  # room for a set of two and one more
+    store.get(a, b)
+    store.get(c)
+    store.get(b)  # a slice of the set, which is now used later than c
+    store.get(d)
+    expanded.clear()
+    store.get(a, b)
+    assert expanded == []
+
+
 def test_the_budget_is_never_passed() -> None:
     rng = np.random.default_rng(0)
     matrices = [f16(int(rng.integers(1, 9)), 8, seed) for seed in range(12)]
