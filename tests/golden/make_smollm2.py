@@ -1,9 +1,11 @@
 """Compute the golden of SmolLM2-135M-Instruct: `python -m tests.golden.make_smollm2 MODEL.gguf`.
 
 transformers loads the same GGUF file, dequantized to float32. For every position of every prompt the golden keeps a
-sketch of the logits (see sketch.py), their norm, and the top 8 tokens with their logits; two positions are kept
-whole; and for every prompt the 40 tokens of greedy decoding, with the margin between the first and the second logit.
-Needs the `oracle` extra (made with torch 2.13 and transformers 5.24). Takes about a minute on two cores.
+sketch of the logits (see sketch.py), their norm, the top 8 tokens with their logits, and the log-probability of
+the token that follows; two positions are kept whole; and for every prompt the 40 tokens of greedy decoding, with the
+margin between the first and the second logit.
+
+Needs the `oracle` extra (made with torch 2.13 and transformers 5.24). Takes two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -34,6 +36,12 @@ def greedy(model: torch.nn.Module, ids: list[int]) -> tuple[list[int], list[floa
     return chosen, margins
 
 
+def next_log_probabilities(rows: np.ndarray, ids: list[int]) -> np.ndarray:
+    """float64 [n - 1]: log p(ids[i + 1] | ids[.. i]) from logits [n, vocab]."""
+    every = torch.from_numpy(rows).double().log_softmax(-1)
+    return every[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].numpy()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
@@ -56,6 +64,7 @@ def main() -> None:
             f"{name}/norm": np.linalg.norm(rows.astype(np.float64), axis=1).astype(np.float32),
             f"{name}/top_ids": order.astype(np.int32),
             f"{name}/top_logits": np.take_along_axis(rows, order, axis=1),
+            f"{name}/log_probabilities": next_log_probabilities(rows, ids),
             f"{name}/greedy": np.array(tokens, np.int32),
             f"{name}/margins": np.array(margins, np.float32),
         }

@@ -22,6 +22,7 @@ class Golden:
     norm: np.ndarray  # float32 [n]
     top_ids: np.ndarray  # int32 [n, 8]
     top_logits: np.ndarray  # float32 [n, 8]
+    log_probabilities: np.ndarray  # float64 [n - 1]: of each token but the first, given those before it
     greedy: np.ndarray  # int32 [40]
     margins: np.ndarray  # float32 [40]: first logit less the second, at each greedy step
     last: np.ndarray | None  # float32 [vocab]

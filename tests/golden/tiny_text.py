@@ -1,4 +1,4 @@
-"""A tiny model with a tokenizer of single bytes, for tests that need text: token i is byte i; control tokens and "qu" follow."""
+"""A tiny model that reads and writes bytes: token i is byte i; three control tokens and "qu" follow."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ def test_a_failure_inside_a_layer_leaves_no_trace(decoder, monkeypatch, layer):
     clean = decoder.prefill(TOKENS[:32], clean_cache, chunk_size=16)
     with monkeypatch.context() as patch:
         patch.setattr(backend, "run_block", failing)
-        with pytest.raises(MemoryError, match="told to fail"):
+        with pytest.raises((MemoryError, BackendError), match="told to fail"):  # BackendError: no host in the order
             decoder.prefill(TOKENS[:32], cache, chunk_size=16)
     assert (cache.positions, [kv.rows for kv in cache]) == (16, [16] * 3)
     again = decoder.prefill(TOKENS[16:32], cache, chunk_size=16)

@@ -5,6 +5,7 @@ import pytest
 
 from frink_numba.host.decoder import Decoder
 from frink_numba.host.load import load
+from frink_numba.host.score import perplexity, token_log_probabilities
 from tests.golden.prompts import PROMPTS
 from tests.golden.sketch import SAFETY, sketched_errors
 from tests.golden.smollm2 import NEW_TOKENS, WHOLE, golden
@@ -13,8 +14,8 @@ TOLERANCE = 1e-4  # relative error of a position's logits
 
 
 @pytest.fixture(scope="module")
-def decoder(smollm2_path):
-    with load(smollm2_path) as model, Decoder(model, "host") as decoder:
+def decoder(smollm2_path, backends):
+    with load(smollm2_path) as model, Decoder(model, backends) as decoder:
         yield decoder
 
 
@@ -48,6 +49,15 @@ def test_greedy_decoding_chooses_the_same_tokens(decoder, name):
         chosen.append(int(logits.argmax()))
         logits = decoder.decode(chosen[-1], cache).logits
     assert chosen == kept.greedy.tolist()
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_scores_are_transformers(decoder, name):
+    """Each token's own log-probability, at its own place."""
+    kept = golden(name)
+    scores = token_log_probabilities(decoder, kept.tokens.tolist())
+    np.testing.assert_allclose(scores, kept.log_probabilities, rtol=0, atol=1e-3)
+    assert perplexity(scores) == pytest.approx(np.exp(-kept.log_probabilities.mean()), rel=1e-4)
 
 
 def test_the_prompts_are_many_and_one_is_long():

@@ -27,13 +27,17 @@ def worst_error(logits, golden):
     return (difference / np.linalg.norm(golden.astype(np.float64), axis=1)).max()
 
 
-def run(path, ids, **how):
-    with load(path) as model, Decoder(model, "host") as decoder:
-        return decoder.prefill(ids, decoder.new_cache(), logits="all", **how).logits
+@pytest.fixture
+def run(backends):
+    def run(path, ids):
+        with load(path) as model, Decoder(model, backends) as decoder:
+            return decoder.prefill(ids, decoder.new_cache(), logits="all").logits
+
+    return run
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_logits_are_transformers(name, tmp_path):
+def test_logits_are_transformers(name, tmp_path, run):
     """Faults 15, 16, 19, 36 and more: every rope, bias, window and head arrangement, at positions up to 99."""
     variant = VARIANTS[name]
     logits = run(write(content(variant), tmp_path / "m.gguf"), tokens(variant))
@@ -126,7 +130,7 @@ SABOTAGE: list[tuple[str, str, Edit]] = [
 
 
 @pytest.mark.parametrize(("name", "edit"), [row[1:] for row in SABOTAGE], ids=[row[0] for row in SABOTAGE])
-def test_a_flipped_fact_moves_the_logits(name, edit, tmp_path):
+def test_a_flipped_fact_moves_the_logits(name, edit, tmp_path, run):
     variant, file = VARIANTS[name], content(VARIANTS[name])
     edit(file)
     error = worst_error(run(write(file, tmp_path / "m.gguf"), tokens(variant)), golden_logits(variant))
@@ -135,7 +139,7 @@ def test_a_flipped_fact_moves_the_logits(name, edit, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama_grouped", "qwen2_grouped"])
 @pytest.mark.parametrize("flip", ["rope_layout", "activation"])
-def test_a_flipped_fact_of_the_table_moves_the_logits(name, flip, tmp_path, monkeypatch):
+def test_a_flipped_fact_of_the_table_moves_the_logits(name, flip, tmp_path, monkeypatch, run):
     """Faults 15 and 17: the facts that no file states."""
     variant = VARIANTS[name]
     row = ARCHITECTURES[variant.architecture]
