@@ -105,16 +105,16 @@ def _q8_0_octet(raw, octet):
 
 @cuda.jit(device=True)
 def _q2_k_octet(raw, octet):
-    factor = multiply(half(raw[0]), _f32(raw[2] & 15))
-    minimum = multiply(half(raw[0] >> 16), _f32(raw[2] >> 4))
+    factor = multiply(half(raw[0]), _f32(_u32(raw[2] & 15)))
+    minimum = multiply(half(raw[0] >> 16), _f32(_u32(raw[2] >> 4)))
     return scale_add(_two_bits(raw[1], 0), factor, -minimum)
 
 
 @cuda.jit(device=True)
 def _q3_k_octet(raw, octet):
     # Sub-blocks of 16 elements: their scales' low nibbles come in pairs, the two high bits in fours.
-    low = (raw[3] >> (octet >> 1 & 1) * 4) & 15
-    high = (raw[4] >> (octet >> 1 & 3) * 2) & 3
+    low = _u32(raw[3] >> _u32(octet >> 1 & 1) * 4) & 15
+    high = _u32(raw[4] >> _u32(octet >> 1 & 3) * 2) & 3
     factor = multiply(half(raw[1]), _f32(_i32(low | high << 4) - 32))
     return scale(_three_bits_minus_4(raw[0], raw[2]), factor)
 
@@ -122,9 +122,9 @@ def _q3_k_octet(raw, octet):
 @cuda.jit(device=True)
 def _scale_and_minimum(pair, low, high, octet):
     """The factor and minimum of the 32 elements around `octet`, from their 6-bit forms (Q4_K and Q5_K)."""
-    pairs = high >> (octet >> 2 & 1) * 4
-    factor = multiply(half(pair), _f32((low & 15) | (pairs & 3) << 4))
-    minimum = multiply(half(pair >> 16), _f32((low >> 4) | (pairs >> 2 & 3) << 4))
+    pairs = _u32(high >> _u32(octet >> 2 & 1) * 4)
+    factor = multiply(half(pair), _f32(_u32((low & 15) | (pairs & 3) << 4)))
+    minimum = multiply(half(pair >> 16), _f32(_u32((low >> 4) | (pairs >> 2 & 3) << 4)))
     return factor, minimum
 
 
@@ -143,7 +143,7 @@ def _q5_k_octet(raw, octet):
 @cuda.jit(device=True)
 def _q6_k_octet(raw, octet):
     signed = (_i32(raw[3]) ^ 128) - 128  # the byte's sign
-    return scale(_six_bits_minus_32(raw[0], raw[1]), multiply(half(raw[2]), _f32(signed)))
+    return scale(_six_bits_minus_32(raw[0], raw[1]), multiply(half(raw[2]), _f32(_i32(signed))))
 
 
 @cuda.jit(device=True)
@@ -153,8 +153,8 @@ def _iq4_nl_octet(raw, octet):
 
 @cuda.jit(device=True)
 def _iq4_xs_octet(raw, octet):
-    low = (raw[3] >> (octet >> 2 & 1) * 4) & 15
-    high = (raw[2] >> (octet >> 2 & 7) * 2) & 3
+    low = _u32(raw[3] >> _u32(octet >> 2 & 1) * 4) & 15
+    high = _u32(raw[2] >> _u32(octet >> 2 & 7) * 2) & 3
     factor = multiply(half(raw[1]), _f32(_i32(low | high << 4) - 32))
     return scale(_codebook(raw[0]), factor)
 

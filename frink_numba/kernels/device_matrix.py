@@ -46,7 +46,7 @@ class DeviceMatrix:
 
 
 def _join(values: np.ndarray, bits: int) -> np.ndarray:
-    """Pack uint8 `values` [n, 8 m] of `bits` (1, 2, 4) bits each into unsigned integers of 8 fields, first field lowest."""
+    """Pack uint8 `values` [n, 8 m] of `bits` (1, 2, 4) bits into integers of 8 fields, the first one lowest."""
     v = np.ascontiguousarray(values).view("<u8").copy()
     v |= v >> np.uint64(8 - bits)
     v &= np.uint64((1 << 2 * bits) - 1) * np.uint64(0x0001000100010001)

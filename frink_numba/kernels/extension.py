@@ -21,8 +21,7 @@ f32 = ir.FloatType()
 
 
 def device_intrinsic(simulated: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Make a typing function (as for `numba.cuda.extending.intrinsic`) callable in kernels; `simulated` stands in for it
-    in the simulator."""
+    """Make a typing function (of `numba.cuda.extending.intrinsic`) callable in kernels; `simulated` in the simulator."""
 
     def choose(typing_function: Callable[..., Any]) -> Any:
         return simulated if config.ENABLE_CUDASIM else intrinsic(typing_function)
@@ -61,7 +60,10 @@ def multiply_rounded(builder: Any, a: Any, b: Any) -> Any:
 
 
 def multiply_wide(builder: Any, a: Any, b: Any, addend: Any) -> Any:
-    """64-bit a * b + addend of 32-bit factors: one instruction. The optimizer would widen them, and take more registers."""
+    """64-bit a * b + addend of 32-bit factors, in one instruction.
+
+    The optimizer would widen the factors ahead of a loop, and take more registers.
+    """
     assembly = ir.InlineAsm(
         ir.FunctionType(i64, [i32, i32, i64]), "mad.wide.u32 $0, $1, $2, $3;", "=l,r,r,l", side_effect=False
     )

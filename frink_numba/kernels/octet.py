@@ -28,7 +28,7 @@ _u32, _f32 = types.uint32, types.float32
 
 
 def make_unpack(low_bits: int, high_bits: int = 0, offset: int = 0) -> Any:
-    """A function (low, high) of two uint32: value i is field i of `low`, with field i of `high` above it, plus `offset`.
+    """A function (low, high) of two uint32: value i is field i of `low`, field i of `high` above it, plus `offset`.
 
     Fields are `low_bits` (1, 2 or 4) and `high_bits` wide, the first in the lowest bits; the sum is exact.
     """

@@ -8,7 +8,7 @@ bits and store both slices to the other half of the double buffer. Every sum run
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ class Tile:
 TILES = (Tile(128, 64, 8, 8, 3), Tile(64, 64, 4, 8, 4), Tile(32, 32, 4, 4, 8))
 
 
-@lru_cache(maxsize=None)
+@cache
 def quantized_matmul_kernel(kind_name: str, tile: Tile, granule: int) -> Any:
     """The kernel of one kind and tile; `granule` tells how the ends of x's rows are guarded (see `granule_of`).
 
@@ -86,7 +86,7 @@ def quantized_matmul_kernel(kind_name: str, tile: Tile, granule: int) -> Any:
         w_row, half = _i32(thread % width), _i32(thread // width)
         w_at = _i32(half * 8 * width + w_row)
         w_row = _i32(min(first_col + w_row, n - 1))
-        # Multiplying: a warp covers 4 x 8 register tiles, so that few reads of shared memory serve it, without conflicts.
+        # Multiplying: a warp covers 4 x 8 register tiles: few reads of shared memory serve it, without conflicts.
         warp, lane = thread // 32, thread % 32
         tile_row = _i32((warp // warps_across * 4 + lane // 8) * 4)
         tile_col = _i32((warp % warps_across * 8 + lane % 8) * 4)
@@ -129,7 +129,7 @@ def choose_tile(m: int, n: int, multiprocessors: int) -> Tile:
     return TILES[-1]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _multiprocessors(device_id: int) -> int:
     return 132 if config.ENABLE_CUDASIM else int(cuda.gpus[device_id].MULTIPROCESSOR_COUNT)
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding: a table of cosines and sines for the rows of a step, and the rotation of Q or K by it (R17)."""
+"""Rotary position embedding: a table of cosines and sines for a step, and the rotation of Q or K (R17)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from numba.cuda import types
 
 from frink_numba.errors import ShapeError
 from frink_numba.kernels.checks import require, require_rank
+from frink_numba.kernels.integer import quotient, remainder
 from frink_numba.kernels.jit import kernel
 from frink_numba.layer import RopeLayout
 
 _THREADS = 128
 _MAX_GRID_Y = 65535
-_f32, _f64 = types.float32, types.float64
+_i32, _f64 = types.int32, types.float64
 
 
 @kernel(_THREADS)
@@ -38,10 +39,10 @@ def _rope_table(inv_freq, magnitude_scale, start_pos, cos, sin):
 def _rope(x, cos, sin, partner, step):
     """Turn x float32 [rows, heads, head_dim] in place, a thread a pair: channels step * i and step * i + partner."""
     rows, heads, _ = x.shape
-    pairs = cos.shape[1]
-    index = cuda.blockIdx.x * _THREADS + cuda.threadIdx.x
+    pairs = _i32(cos.shape[1])
+    index = _i32(cuda.blockIdx.x * _THREADS + cuda.threadIdx.x)
     if index < heads * pairs:
-        head, pair = index // pairs, index % pairs
+        head, pair = quotient(index, pairs), remainder(index, pairs)
         for row in range(cuda.blockIdx.y, rows, cuda.gridDim.y):
             c, s = cos[row, pair], sin[row, pair]
             a, b = x[row, head, pair * step], x[row, head, pair * step + partner]

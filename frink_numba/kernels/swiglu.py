@@ -23,7 +23,7 @@ def _silu_times(gate, up):
 
 @kernel(_THREADS)
 def _swiglu(gate, up, out):
-    """out = silu(gate) * up over all elements of contiguous float32 [rows, n]; four elements a thread, blocks of 256."""
+    """out = silu(gate) * up, contiguous float32 [rows, n]; four elements a thread, blocks of 256."""
     first = (cuda.blockIdx.x * _THREADS + cuda.threadIdx.x) * 4
     rows, n = gate.shape
     count = rows * n

@@ -1,4 +1,4 @@
-"""Wide, aligned memory accesses for kernels: numba loads arrays element by element, the hardware moves 16 bytes at once."""
+"""Wide, aligned memory accesses for kernels: numba loads arrays element by element, the hardware 16 bytes at once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _load4_simulated(array: Any, index: int) -> tuple[Any, ...]:
 
 @device_intrinsic(_load4_simulated)
 def load4(typing_context: Any, array: Any, index: Any) -> Any:
-    """Four float32 of a contiguous array (global or shared) from flat `index` on, which is a multiple of 4: one load."""
+    """Four float32 of a contiguous array (global or shared) from flat `index`, a multiple of 4, on: one load."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = data_pointer(context, builder, signature.args[0], args[0])
@@ -75,9 +75,9 @@ def store4(typing_context: Any, array: Any, index: Any, quad: Any) -> Any:
 def _load_quad_within(builder: Any, array: Any, start: Any, first: Any, limit: Any, granule: int) -> list[Any]:
     """Four float32 of the row that begins at element `start` of the array at global address `array`.
 
-    They are elements `first` on of the row; from element `limit` on zeros are given. `granule` is how many elements from
-    `first` on are known to lie on one side of the limit: 8 (inside), 4 or 1. What lies beyond is not read: its address is
-    replaced, since a select is cheaper than a branch. Places are 32-bit, so an array has less than 2**32 elements.
+    They are elements `first` on of the row; from element `limit` on zeros are given. `granule` is how many elements
+    from `first` on are known to lie on one side of the limit: 8 (inside), 4 or 1. What lies beyond is not read: its
+    address is replaced, since a select is cheaper than a branch. Places are 32-bit: less than 2**32 elements.
     """
     if granule == 1:
         values = []
@@ -104,7 +104,7 @@ def _take_within(flat: np.ndarray, start: int, first: int, limit: int, count: in
 
 
 def make_load_run(count: int, granule: int) -> Any:
-    """A function (array, start, first, limit) -> elements first .. first+count-1 of the row that starts at flat `start`.
+    """A function (array, start, first, limit) -> elements first .. first+count-1 of the row that starts at `start`.
 
     `count` is 4 or 8. Zeros from element `limit` on; `granule`: see `granule_of`.
     """
