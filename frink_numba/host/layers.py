@@ -6,11 +6,13 @@ A GGUF file lists a tensor's dimensions fastest first; shapes here are in NumPy'
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 
 from frink_numba.errors import GgufError, UnsupportedModelError
 from frink_numba.host.architectures import Architecture
+from frink_numba.host.dequantize import dequantize
 from frink_numba.host.gguf import GgufFile
 from frink_numba.host.hyperparameters import Hyperparameters
 from frink_numba.host.rope_scaling import frequency_factors
@@ -106,8 +108,9 @@ class _TensorReader:
     def __init__(self, gguf: GgufFile) -> None:
         self.gguf = gguf
         self.where = gguf.paths[0]
+        self._kinds: set[str] = set()  # those known to hold weights
 
-    def fail(self, name: str, problem: str) -> None:
+    def fail(self, name: str, problem: str) -> NoReturn:
         raise GgufError(f"{self.where}: tensor {name!r} {problem}")
 
     def has(self, name: str) -> bool:
@@ -133,7 +136,14 @@ class _TensorReader:
 
     def matrix(self, name: str, rows: int, cols: int) -> QuantMatrix:
         self._check(name, (rows, cols))
-        return self.gguf.matrix(name)
+        matrix = self.gguf.matrix(name)
+        if matrix.kind.name not in self._kinds:
+            try:
+                dequantize(matrix, 0, 0)
+            except UnsupportedModelError as error:
+                raise UnsupportedModelError(f"{self.where}: tensor {name!r}: {error}") from None
+            self._kinds.add(matrix.kind.name)
+        return matrix
 
     def vector(self, name: str, size: int) -> np.ndarray:
         self._check(name, (size,))
@@ -149,7 +159,7 @@ class _TensorReader:
         info = self.gguf.tensors.get(name)
         if info is None:
             self.fail(name, "is missing")
-        elif tuple(info.shape) != want:
+        if tuple(info.shape) != want:
             self.fail(name, f"has shape {list(info.shape)}, but the hyper-parameters ask for {list(want)}")
 
 

@@ -1,7 +1,5 @@
 """Opening models: which files load, and what every other one is told."""
 
-from itertools import count
-
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, quants
@@ -12,21 +10,7 @@ from frink_numba.host.gguf import GgufFile
 from frink_numba.host.load import load
 from frink_numba.layer import Activation, RopeLayout
 from tests.golden.tiny import VARIANTS
-from tests.golden.tiny_gguf import content, write
-
-
-@pytest.fixture
-def save(tmp_path):
-    """save(variant name, edit) writes the variant's file, changed by edit(content)."""
-
-    number = count()
-
-    def save(name, edit=lambda file: None):
-        file = content(VARIANTS[name])
-        edit(file)
-        return write(file, tmp_path / f"{name}-{next(number)}.gguf")
-
-    return save
+from tests.golden.tiny_gguf import content
 
 
 def test_every_variant_loads_with_its_facts(save):
@@ -209,6 +193,14 @@ def test_a_file_that_is_not_served_is_told_why_and_let_go(save, edit, error, wor
     with pytest.raises(error, match=words):
         load(path)
     path.unlink()
+
+
+def test_a_matrix_of_a_kind_that_holds_no_weights_is_refused_at_once(save):
+    def retype(file):
+        file.tensors["blk.1.attn_k.weight"] = np.ones((32, 64), np.int32)
+
+    with pytest.raises(UnsupportedModelError, match=r"tensor 'blk\.1\.attn_k\.weight': tensors of kind I32 cannot"):
+        load(save("llama_grouped", retype))
 
 
 def test_a_quantized_norm_is_refused_by_name(save):
