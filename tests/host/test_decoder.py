@@ -319,6 +319,19 @@ def test_a_truncated_cache_goes_on_as_if_it_had_never_been_longer(decoder):
     assert relative(decoder.prefill(TOKENS[20:30], cache, logits="all").logits, whole[20:]) < 1e-5
 
 
+def test_evicted_rows_are_not_missed(open_decoder):
+    """Fault 6: a window of 7, evicted again and again while tokens come."""
+    decoder = open_decoder("mistral_window")
+    whole = decoder.prefill(TOKENS[:60], decoder.new_cache(), logits="all").logits
+    cache = decoder.new_cache()
+    decoder.prefill(TOKENS[:40], cache)
+    for at in range(40, 60, 4):
+        assert cache.evict() > 0
+        assert [layer.rows for layer in cache] == [6] * 3
+        assert relative(decoder.prefill(TOKENS[at : at + 4], cache, logits="all").logits, whole[at : at + 4]) < 1e-5
+    assert cache.positions == 60
+
+
 def test_another_models_cache_is_refused(open_decoder, decoder):
     other = open_decoder("llama_multi_head")
     with pytest.raises(CacheError, match="layer 0: the cache holds 4 heads of 16 and 16 channels, the model has 2"):
