@@ -2,7 +2,7 @@
 
 The softmax is online: a running maximum and sum a row, and a value sum that is rescaled when the maximum grows, so that
 memory does not grow with the number of keys. A block owns 64 query rows of one K/V head: rows run over the positions
-and, within a position, over the query heads that share the K/V head. Blocks of 64 keys that no row may see are not read.
+and, within a position, over the query heads of the K/V head. Blocks of 64 keys that no row may see are not read.
 """
 
 from __future__ import annotations

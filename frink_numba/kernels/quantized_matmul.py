@@ -129,9 +129,14 @@ def choose_tile(m: int, n: int, multiprocessors: int) -> Tile:
     return TILES[-1]
 
 
-@cache
-def _multiprocessors(device_id: int) -> int:
-    return 132 if config.ENABLE_CUDASIM else int(cuda.gpus[device_id].MULTIPROCESSOR_COUNT)
+_SIMULATED_MULTIPROCESSORS = 132  # of an H200
+
+
+def _multiprocessors() -> int:
+    """Of the current device; numba keeps the answer."""
+    if config.ENABLE_CUDASIM:
+        return _SIMULATED_MULTIPROCESSORS
+    return int(cuda.get_current_device().MULTIPROCESSOR_COUNT)
 
 
 def quantized_matmul(x: Any, weight: DeviceMatrix, out: Any, stream: Any = 0, *, tile: Tile | None = None) -> None:
@@ -147,7 +152,7 @@ def quantized_matmul(x: Any, weight: DeviceMatrix, out: Any, stream: Any = 0, *,
     if m == 0:
         return
     if tile is None:
-        tile = choose_tile(m, weight.rows, _multiprocessors(cuda.get_current_device().id))
+        tile = choose_tile(m, weight.rows, _multiprocessors())
     run = quantized_matmul_kernel(weight.kind.name, tile, granule_of(weight.cols, _DEPTH))
     grid = -(-m // tile.height), -(-weight.rows // tile.width)
     run[grid, tile.threads, stream](x, weight.data, out, np.int32(weight.rows), np.int32(weight.stored_cols))

@@ -18,7 +18,8 @@ _f32 = types.float32
 
 @cuda.jit(device=True)
 def _silu_times(gate, up):
-    return gate / (_f32(1.0) + _f32(math.exp(-gate))) * up
+    small = _f32(math.exp(-abs(gate)))  # at most 1: exp(-gate) would overflow for a gate below -88
+    return gate * ((_f32(1.0) if gate >= _f32(0.0) else small) / (_f32(1.0) + small)) * up
 
 
 @kernel(_THREADS)
