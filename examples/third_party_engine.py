@@ -8,11 +8,13 @@ on the CPU, slowly.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 import frink_numba as fn
 from frink_numba import cuda
-from frink_numba.backend import Step
+from frink_numba.backend import Backend, Step
 from frink_numba.dispatch import Dispatcher
 from frink_numba.host.backend import HostBackend
 from frink_numba.layer import Activation, AttentionSpec, Expert, FeedForward, Layer, Rope, RopeLayout
@@ -73,8 +75,15 @@ class Engine:
         return result.hidden
 
 
+def accelerator(layers: Sequence[Layer]) -> Backend:
+    """The GPU backend under this engine's own name; raises BackendUnavailable with the reason why there is none."""
+    backend = cuda.create(layers)
+    backend.name = "accelerator"
+    return backend
+
+
 def main() -> None:
-    fn.register_backend("accelerator", cuda.create)
+    fn.register_backend("accelerator", accelerator)
     text = np.random.default_rng(1).normal(size=(9, HIDDEN)).astype(np.float32)
     answers = []
     for backends in ("accelerator,host", "host"):
