@@ -29,8 +29,11 @@ def check(case: Case, layer, hidden, keys, values, answer) -> None:
     assert reference.relative_error(v, want_v) < BOUND, case
 
 
+# With `-n N --dist loadgroup` the kinds are dealt to the processes, so that each compiles few kernels.
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.xdist_group(case.kind), id=str(case)) for case in cases()]
+)
 def test_a_layer_on_the_gpu_equals_the_truth(case: Case):
     """R14, R17 to R19, R24: under 1e-5, K/V rows too; two runs over poisoned memory are bitwise equal."""
     layer = make_layer(case)
