@@ -1,7 +1,7 @@
 """Quantized matrix products against torch.matmul in f16, same shapes, same run.
 
     python benchmarks/bench_gemm.py --receipt benchmarks/receipts/gemm-h200.json
-    python benchmarks/bench_gemm.py --kinds Q4_K --m 512,2048 --shapes 8b --check
+    python benchmarks/bench_gemm.py Q4_K:8b:512,2048 --check
 
 Random data. Launches rotate over copies of weights, activations and results that together exceed the L2 cache several
 times, and are captured in one CUDA graph per contender, so that neither Python nor launch gaps count; graphs of both
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import numpy as np
 
 from frink_numba.driver import query_driver
 from frink_numba.kernels.gemm import DeviceWeights, Gemms, HalfRows
+from frink_numba.kernels.gemm_mma import MmaGemm
 from frink_numba.kernels.gemm_pack import PackedMatrix, pack
 from frink_numba.quant import KINDS, QuantMatrix
 from frink_numba.receipt import Row, receipt, write_receipt
@@ -33,11 +35,17 @@ SHAPES = {
     "70b": {"qkv": (10240, 8192), "o": (8192, 8192), "gate+up": (57344, 8192), "down": (8192, 28672)},
     "smollm2": {"qkv": (960, 576), "o": (576, 576), "gate+up": (3072, 576), "down": (576, 1536)},
 }
-COPY_CEILING = 4.2e12  # bytes a second: read plus written by a device copy, docs/kernels/gemm.md
+DEFAULT = [
+    "F16,Q4_0,Q4_1,Q4_K,Q5_K,Q6_K,Q8_0:3b,8b,70b:512,2048",
+    "F16,Q4_K:8b:8192",
+    "Q4_0,Q4_K,Q6_K,Q8_0:8b:16,64",
+    "Q4_1:smollm2:512,2048",
+]
 ROTATED_BYTES = 192 << 20  # three times the L2 cache of an H200
 _BASE_ROWS = 512  # rows that are really quantized; more rows repeat them
 
-_SCALE_FIELDS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}  # fmt: skip
+# Byte offsets of the f16 scale fields of a block, where they are not at 0 alone.
+_SCALE_FIELDS = {"Q6_K": (208,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
 
 
 def random_weights(name: str, rows: int, cols: int, rng: np.random.Generator) -> QuantMatrix:
@@ -65,7 +73,9 @@ class Case:
 class Bench:
     """Buffers, products and timing of one device, through torch."""
 
-    def __init__(self, replays: int, tokens: int | None = None, cluster: int | None = None, half: bool = True) -> None:
+    def __init__(
+        self, replays: int, tier: str, tokens: int | None = None, cluster: int | None = None, half: bool = True
+    ) -> None:
         import torch
 
         self.torch = torch
@@ -73,20 +83,20 @@ class Bench:
         properties = torch.cuda.get_device_properties(0)
         self.machine = properties.name
         torch.zeros(1, device="cuda")
-        self.gemms = Gemms("wgmma", (properties.major, properties.minor), properties.multi_processor_count)
+        self.gemms = Gemms(tier, (properties.major, properties.minor), properties.multi_processor_count)
         self.workspace = torch.zeros(8192 + 256 * 2 * 64 * 256 * 4, dtype=torch.uint8, device="cuda")
-        self._weights: tuple[tuple[str, int], PackedMatrix, Any] | None = None
+        self._weights: dict[tuple[str, int], tuple[PackedMatrix, Any]] = {}
 
     def _base(self, kind: str, k: int) -> tuple[PackedMatrix, Any]:
         """(pack of 512 rows, the same rows dequantized as float64 on the device)."""
         import gguf
 
-        if self._weights is None or self._weights[0] != (kind, k):
+        if (kind, k) not in self._weights:
             matrix = random_weights(kind, _BASE_ROWS, k, np.random.default_rng(k))
             values = gguf.quants.dequantize(matrix.data, gguf.GGMLQuantizationType(matrix.kind.ggml_id))
             device = self.torch.from_numpy(values.reshape(_BASE_ROWS, k).astype(np.float64)).cuda()
-            self._weights = ((kind, k), pack([matrix]), device)
-        return self._weights[1], self._weights[2]
+            self._weights[kind, k] = (pack([matrix]), device)
+        return self._weights[kind, k]
 
     def measure(self, case: Case, *, check: bool, baseline: bool) -> tuple[list[float], list[float] | None, Any]:
         """(seconds of a product per replay, those of torch, the plan)."""
@@ -113,25 +123,28 @@ class Bench:
         maps = torch.empty(copies, 256, dtype=torch.uint8, device="cuda")
         launches = []
         stream = torch.cuda.current_stream().cuda_stream
-        plan = None
+        plan: Any = None
         for i in range(copies):
             weights = DeviceWeights(
                 base.kind.name, case.n, case.k, False, base.norm_bounds, data[i].data_ptr(), row_scale.data_ptr()
             )
             product = self.gemms.product(weights, case.m, half=self.half, tokens=self.tokens, cluster=self.cluster)
-            plan = product.plan
+            plan = product
             rows = HalfRows(half[i].data_ptr(), scale[i].data_ptr(), norm[i].data_ptr())
             self.gemms.half_rows(x[i].data_ptr(), case.m, case.k, rows)(stream)
             made = product.maps(rows, out[i].data_ptr(), pitch * out.element_size())
-            maps[i].copy_(torch.frombuffer(bytearray(made), dtype=torch.uint8))
+            if made:
+                maps[i].copy_(torch.frombuffer(bytearray(made), dtype=torch.uint8))
             if product.workspace > self.workspace.numel():
                 raise RuntimeError(f"the workspace needs {product.workspace} bytes")
             launches.append(
                 product.bind(
                     weights,
                     rows,
-                    maps[i].data_ptr(),
-                    self.workspace.data_ptr(),
+                    out[i].data_ptr(),
+                    pitch * out.element_size(),
+                    maps=maps[i].data_ptr(),
+                    workspace=self.workspace.data_ptr(),
                     out_scale=out_scale[i].data_ptr() if self.half else 0,
                 )
             )
@@ -200,11 +213,30 @@ def median(values: list[float]) -> float:
     return float(np.median(values))
 
 
+def describe(product: Any) -> str:
+    """The tile and the spread of a product."""
+    variant = product.variant
+    if isinstance(variant, MmaGemm):
+        return f"T={variant.tokens}"
+    plan = product.plan
+    return f"T={plan.tokens} cluster={plan.cluster} blocks={plan.blocks} split={plan.split_tiles}"
+
+
+def cases(text: str) -> Iterator[Case]:
+    """The cases of "kinds:shapes:tokens": "Q4_K,F16:8b,70b:512,2048"."""
+    kinds, models, counts = text.split(":")
+    for model in models.split(","):
+        for part, (n, k) in SHAPES[model].items():
+            for kind in kinds.split(","):
+                for m in (int(count) for count in counts.split(",")):
+                    if k % KINDS[kind].block == 0:
+                        yield Case(f"{model} {part} {kind} M={m} N={n} K={k}", kind, m, n, k)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", default="F16,Q4_0,Q4_1,Q4_K,Q5_K,Q6_K,Q8_0")
-    parser.add_argument("--m", default="16,64,512,2048,8192")
-    parser.add_argument("--shapes", default="smollm2,3b,8b,70b")
+    parser.add_argument("cases", nargs="*", default=DEFAULT, help='such as "Q4_K,F16:8b,70b:512,2048"')
+    parser.add_argument("--tier", choices=["wgmma", "mma"], default="wgmma")
     parser.add_argument("--replays", type=int, default=9)
     parser.add_argument("--result", choices=["f16", "f32"], default="f16", help="torch's is f16")
     parser.add_argument("--tokens", type=int, help="force the tokens of a tile")
@@ -214,53 +246,38 @@ def main() -> int:
     parser.add_argument("--receipt", type=Path, help="write the figures here")
     arguments = parser.parse_args()
 
-    bench = Bench(arguments.replays, arguments.tokens, arguments.cluster, arguments.result == "f16")
+    half = arguments.result == "f16"
+    bench = Bench(arguments.replays, arguments.tier, arguments.tokens, arguments.cluster, half)
     rows: list[Row] = []
     ratios: dict[tuple[str, int], list[float]] = {}
-    for model in arguments.shapes.split(","):
-        for part, (n, k) in SHAPES[model].items():
-            for kind in arguments.kinds.split(","):
-                if k % KINDS[kind].block:
-                    continue
-                for m in (int(text) for text in arguments.m.split(",")):
-                    case = Case(f"{model} {part} {kind} M={m} N={n} K={k}", kind, m, n, k)
-                    ours, theirs, plan = bench.measure(case, check=arguments.check, baseline=not arguments.no_baseline)
-                    work = 2e-12 * m * n * k
-                    stored = n * k * KINDS[kind].block_bytes / KINDS[kind].block
-                    baseline_value = work / median(theirs) if theirs else None
-                    rows.append(
-                        Row.from_samples(
-                            case.label,
-                            "TFLOP/s",
-                            [work / s for s in ours],
-                            "cuda",
-                            tier="wgmma",
-                            baseline="torch.matmul f16" if theirs else None,
-                            baseline_value=baseline_value,
-                        )
-                    )
-                    if m <= 64:
-                        rows.append(
-                            Row.from_samples(
-                                case.label, "weights TB/s", [stored / s / 1e12 for s in ours], "cuda", tier="wgmma"
-                            )
-                        )
-                    ratio = median(theirs) / median(ours) if theirs else float("nan")
-                    ratios.setdefault((kind, m), []).append(ratio)
-                    print(
-                        f"{case.label:48} {median(ours) * 1e6:8.1f} us {work / median(ours):6.0f} TFLOP/s  ratio "
-                        f"{ratio:5.2f}  {stored / median(ours) / 1e12:5.2f} TB/s  T={plan.tokens} "
-                        f"cluster={plan.cluster} blocks={plan.blocks} split={plan.split_tiles} "
-                        f"predicted {plan.nanoseconds / 1e3:.0f} us",
-                        flush=True,
-                    )
+    for case in (case for text in arguments.cases for case in cases(text)):
+        ours, theirs, product = bench.measure(case, check=arguments.check, baseline=not arguments.no_baseline)
+        work = 2e-12 * case.m * case.n * case.k
+        stored = case.n * case.k * KINDS[case.kind].block_bytes / KINDS[case.kind].block
+        more: dict[str, Any] = {}
+        ratio = float("nan")
+        if theirs:
+            more = {"baseline": "torch.matmul f16", "baseline_value": work / median(theirs)}
+            ratio = median(theirs) / median(ours)
+            ratios.setdefault((case.kind, case.m), []).append(ratio)
+        label = f"{case.label} {arguments.result}"
+        rates = [work / s for s in ours]
+        rows.append(Row.from_samples(label, "TFLOP/s", rates, "cuda", tier=arguments.tier, **more))
+        if case.m <= 64:
+            bandwidth = [stored / s / 1e12 for s in ours]
+            rows.append(Row.from_samples(label, "TB/s of weights", bandwidth, "cuda", tier=arguments.tier))
+        print(
+            f"{label:50} {median(ours) * 1e6:8.1f} us {work / median(ours):5.0f} TFLOP/s  ratio {ratio:5.2f} "
+            f"{stored / median(ours) / 1e12:5.2f} TB/s  {describe(product)}",
+            flush=True,
+        )
     for (kind, m), values in sorted(ratios.items()):
         print(f"{kind} M={m}: ratio least {min(values):.2f}, geometric mean {math.exp(np.log(values).mean()):.2f}")
     if arguments.receipt:
         import torch
 
-        driver = query_driver().version
-        document = receipt("gemm", " ".join(["python", *sys.argv]), rows, machine=bench.machine, driver=driver)
+        command = " ".join(["python", "benchmarks/bench_gemm.py", *sys.argv[1:]])
+        document = receipt("gemm", command, rows, machine=bench.machine, driver=query_driver().version)
         document["versions"]["torch"] = torch.__version__
         write_receipt(arguments.receipt, document)
     return 0

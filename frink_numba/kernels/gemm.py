@@ -4,18 +4,18 @@
 
 In order of use, all addresses being integers (device memory of the caller, in the caller's current context):
 
-    packed = pack([q, k, v])                              # gemm_pack: host, once per matrix
+    packed = pack([q, k, v])                              # gemm_pack: host, once per matrix, for both tiers
     gemms = Gemms("wgmma", (9, 0), multiprocessors=132)   # per device
     weights = DeviceWeights.of(packed, data, row_scale)   # where packed.data and packed.row_scale were uploaded
     product = gemms.product(weights, m)                   # picks the tiles, compiles or loads the kernel
-    maps = product.maps(x, out, out_pitch)                # 256 bytes, to be uploaded to a 128-byte aligned address
-    launch = product.bind(weights, x, maps_address, workspace)
+    maps = product.maps(x, out)                           # bytes to upload to a 128-byte aligned address; maybe none
+    launch = product.bind(weights, x, out, maps=address, workspace=address)
     gemms.half_rows(x_float32, m, k, x)(stream)           # float32 rows to f16 operands
     launch(stream)                                        # 3 us of host time; graphs capture it
 
-Maps depend on the buffers and on M, not on the weights: layers of equal shape share them. The workspace is one per stream,
-`product.workspace` bytes or more, zeroed once; launches leave its flags at zero. `x`'s arrays and `out_scale` must be long
-enough for M rounded up to 256 rows (the maps clip the rest).
+Maps depend on the buffers and on M, not on the weights: layers of equal shape share them. The workspace is one per
+stream, `product.workspace` bytes or more, zeroed once; launches leave its flags at zero. Scales, norms and `out_scale`
+are as long as M rounded up to 256. Columns of the result beyond N may be overwritten up to a multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from __future__ import annotations
 import functools
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 from frink_numba.errors import BackendUnavailable, ShapeError
-from frink_numba.kernels import gemm_wgmma, half_rows
-from frink_numba.kernels.compile import Source, Target
-from frink_numba.kernels.compile import load as load_cubin
+from frink_numba.kernels import gemm_mma, gemm_wgmma, half_rows
+from frink_numba.kernels.cubins import Source, Target
+from frink_numba.kernels.cubins import load as load_cubin
 from frink_numba.kernels.gemm_epilogue import GATES, Epilogue
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, fragment_kind
+from frink_numba.kernels.gemm_mma import MmaGemm
 from frink_numba.kernels.gemm_pack import PackedMatrix
-from frink_numba.kernels.gemm_plan import Plan, make_plan
+from frink_numba.kernels.gemm_plan import TOKEN_TILES, Plan, make_plan, mma_tokens
 from frink_numba.kernels.gemm_wgmma import WgmmaGemm
 from frink_numba.kernels.launch import Launch, LoadedKernel
-from frink_numba.kernels.tma import tensor_map
+from frink_numba.kernels.tma import MAP_BYTES, tensor_map
 from frink_numba.quant import QuantKind
 
-MAPS_BYTES = 256  # the tokens' map, then the result's
 _BOUND_MARGIN = 1.01  # f16 rounding of both operands
 
 
@@ -52,7 +53,10 @@ def why_not(kind: QuantKind, cols: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class DeviceWeights:
-    """A PackedMatrix on the device. `bias`: float32 [rows filled up to 64], or 0; `bias_bound`: its largest magnitude."""
+    """A PackedMatrix on the device.
+
+    `bias`: float32 [rows filled up to 64], or 0; `bias_bound`: its largest magnitude.
+    """
 
     kind: str
     rows: int
@@ -69,21 +73,18 @@ class DeviceWeights:
         cls, packed: PackedMatrix, data: int, row_scale: int, bias: int = 0, bias_bound: float = 0.0
     ) -> DeviceWeights:
         """`data` and `row_scale` are where the pack's two arrays lie; `data` at a multiple of 16."""
-        return cls(
-            packed.kind.name,
-            packed.rows,
-            packed.cols,
-            packed.gated,
-            packed.norm_bounds,
-            data,
-            row_scale,
-            bias,
-            bias_bound,
-        )
+        facts = (packed.kind.name, packed.rows, packed.cols, packed.gated, packed.norm_bounds)
+        return cls(*facts, data, row_scale, bias, bias_bound)
 
     @property
     def outputs(self) -> int:
         return self.rows // 2 if self.gated else self.rows
+
+    def bounds(self) -> tuple[float, float, float]:
+        """(c2, c1, c0) of gemm_epilogue: no result is larger than (norm * c2 + c1) * norm + c0."""
+        if self.gated:
+            return (_BOUND_MARGIN * self.norm_bounds[0] * self.norm_bounds[1], 0.0, 0.0)
+        return (0.0, _BOUND_MARGIN * max(self.norm_bounds), self.bias_bound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +100,17 @@ class Gemms:
     """The tensor-core products of one device: plans, and kernels loaded once each. Thread-safe."""
 
     def __init__(self, tier: str, capability: tuple[int, int], multiprocessors: int) -> None:
-        if tier != "wgmma" or capability[0] != 9:
-            raise BackendUnavailable(f"no tensor-core kernels of the tier {tier} for compute capability {capability}")
         self.tier, self.multiprocessors = tier, multiprocessors
-        self.target = Target("90a")
-        self._kernels: dict[WgmmaGemm, LoadedKernel] = {}
-        self._half_rows: LoadedKernel | None = None
+        if tier == "wgmma" and capability == (9, 0):
+            self.target = Target("90a")
+        elif tier == "mma" and capability >= (8, 0):
+            self.target = Target(f"{capability[0]}{capability[1]}")
+        else:
+            raise BackendUnavailable(
+                f"no tensor-core kernels of the tier {tier} for compute capability {capability[0]}.{capability[1]}"
+            )
+        self._overlap = capability >= (9, 0)
+        self._kernels: dict[Any, LoadedKernel] = {}
         self._lock = threading.Lock()
 
     def product(
@@ -116,7 +122,7 @@ class Gemms:
         half: bool = False,
         tokens: int | None = None,
         cluster: int | None = None,
-    ) -> Product:
+    ) -> WgmmaProduct | MmaProduct:
         """The product of M tokens with such weights. `gate` as in Epilogue, `half` for an f16 result.
 
         `tokens` and `cluster` force the tile (benchmarks and tests).
@@ -125,124 +131,168 @@ class Gemms:
             raise ShapeError(f"a product needs at least one token, got {m}")
         if gate not in GATES or bool(gate) != weights.gated:
             raise ShapeError(f"the pack is {'' if weights.gated else 'not '}gated, the gate asked for is {gate!r}")
+        known = gemm_mma.TOKEN_TILES if self.tier == "mma" else TOKEN_TILES
+        if tokens is not None and tokens not in known:
+            raise ShapeError(f"the tier {self.tier} has tiles of {known} tokens, not {tokens}")
+        epilogue = Epilogue(gate, half)
+        if self.tier == "mma":
+            tile = tokens or mma_tokens(m, weights.rows, self.multiprocessors)
+            small = MmaGemm(weights.kind, tile, epilogue)
+            return MmaProduct(m, weights.outputs, weights.cols, self._kernel(small), small)
         step_bytes = FRAGMENT_KINDS[weights.kind].step_size
         plan = make_plan(m, weights.rows, weights.cols, step_bytes, self.multiprocessors, tokens, cluster)
-        variant = WgmmaGemm(weights.kind, plan.tokens, Epilogue(gate, half), plan.cluster)
-        return Product(variant, plan, m, weights.outputs, weights.cols, self._kernel(variant))
+        variant = WgmmaGemm(weights.kind, plan.tokens, epilogue, plan.cluster)
+        return WgmmaProduct(m, weights.outputs, weights.cols, self._kernel(variant), variant, plan)
 
     def half_rows(self, x: int, m: int, cols: int, out: HalfRows) -> Launch:
         """The launch that turns float32 [M, cols] at `x` into operands."""
         if cols % 32:
             raise ShapeError(f"operands have a multiple of 32 columns, got {cols}")
-        with self._lock:
-            if self._half_rows is None:
-                types = [kind for _, kind in half_rows.ARGUMENTS]
-                cubin = load_cubin(half_rows.SOURCE, self.target)
-                self._half_rows = LoadedKernel(cubin, types, half_rows.THREADS, 0, overlap=True)
-        return self._half_rows.bind(m, x, out.half, out.scale, out.norm, cols)
+        return self._kernel(None).bind(m, x, out.half, out.scale, out.norm, cols)
 
-    def _kernel(self, variant: WgmmaGemm) -> LoadedKernel:
+    def _kernel(self, variant: WgmmaGemm | MmaGemm | None) -> LoadedKernel:
+        """The loaded kernel of a variant; None is the conversion of rows."""
         with self._lock:
             kernel = self._kernels.get(variant)
             if kernel is None:
-                cubin = load_cubin(wgmma_source(variant), self.target)
-                types = [kind for _, kind in gemm_wgmma.ARGUMENTS]
-                kernel = LoadedKernel(
-                    cubin, types, gemm_wgmma.THREADS, variant.shared, cluster=variant.cluster, overlap=True
-                )
-                self._kernels[variant] = kernel
+                kernel = self._kernels[variant] = self._load(variant)
             return kernel
+
+    def _load(self, variant: WgmmaGemm | MmaGemm | None) -> LoadedKernel:
+        source = source_of(variant, overlap=self._overlap)
+        cubin = load_cubin(source, self.target)
+        if variant is None:
+            types = [kind for _, kind in half_rows.ARGUMENTS]
+            return LoadedKernel(cubin, types, source.threads, 0, overlap=self._overlap)
+        if isinstance(variant, MmaGemm):
+            types = [kind for _, kind in gemm_mma.ARGUMENTS]
+            return LoadedKernel(cubin, types, source.threads, variant.shared)
+        types = [kind for _, kind in gemm_wgmma.ARGUMENTS]
+        return LoadedKernel(cubin, types, source.threads, variant.shared, cluster=variant.cluster, overlap=True)
 
     def close(self) -> None:
         """Unload the kernels; their launches must not run any more."""
         with self._lock:
-            kernels = [*self._kernels.values(), *([self._half_rows] if self._half_rows else [])]
+            kernels = list(self._kernels.values())
             self._kernels.clear()
-            self._half_rows = None
         for kernel in kernels:
             kernel.close()
 
 
-def wgmma_source(variant: WgmmaGemm) -> Source:
-    """What to compile for a variant."""
-    return Source(
-        f"gemm_wgmma {variant!r}", functools.partial(gemm_wgmma.build, variant), gemm_wgmma.THREADS, variant.resident
-    )
+def source_of(variant: WgmmaGemm | MmaGemm | None, *, overlap: bool) -> Source:
+    """What to compile for a variant; None is the conversion of rows."""
+    if variant is None:
+        return half_rows.source(overlap)
+    if isinstance(variant, MmaGemm):
+        return Source(f"gemm_mma {variant!r}", functools.partial(gemm_mma.build, variant), gemm_mma.THREADS)
+    build = functools.partial(gemm_wgmma.build, variant)
+    return Source(f"gemm_wgmma {variant!r}", build, gemm_wgmma.THREADS, variant.resident)
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
-    """One product's kernel and plan: y[m, outputs] from x[m, cols]."""
+class _Product:
+    """One product's kernel: y[m, outputs] from x[m, cols]."""
 
-    variant: WgmmaGemm
-    plan: Plan
     m: int
     outputs: int
     cols: int
     kernel: LoadedKernel
 
-    @property
-    def workspace(self) -> int:
-        """Bytes of the workspace: flags, and the sums of each block where tiles are split."""
-        return self.variant.workspace(self.plan.blocks // self.plan.cluster if self.plan.split_tiles else 0)
+    def _pitch(self, pitch: int | None, item: int) -> int:
+        """Bytes from row to row of the result; None is dense."""
+        if pitch is None:
+            return self.outputs * item
+        if pitch < self.outputs * item or pitch % item:
+            raise ShapeError(f"rows of {self.outputs} results of {item} bytes do not fit a pitch of {pitch} bytes")
+        return pitch
 
-    def maps(self, x: HalfRows, out: int, out_pitch: int | None = None) -> bytes:
-        """Both tensor maps. `out_pitch`: bytes from row to row of the result, a multiple of 16 (None: dense)."""
-        epilogue = self.variant.epilogue
-        pitch = self.outputs * epilogue.item if out_pitch is None else out_pitch
-        if pitch < self.outputs * epilogue.item:
-            raise ShapeError(f"rows of {self.outputs} results do not fit a pitch of {pitch} bytes")
-        tokens = tensor_map(x.half, self.m, self.cols, self.cols * 2, self.plan.tokens // self.plan.cluster, 64, 2, 128)
-        box_rows = epilogue.chunk_tokens(self.plan.tokens)
-        result = tensor_map(
-            out, self.m, self.outputs, pitch, box_rows, epilogue.box_columns, epilogue.item, epilogue.swizzle
-        )
-        return tokens + result
-
-    def bind(
-        self,
-        weights: DeviceWeights,
-        x: HalfRows,
-        maps: int,
-        workspace: int,
-        *,
-        add: bool = False,
-        out_scale: int = 0,
-    ) -> Launch:
-        """A launch with these buffers. `maps`: where `maps()` was uploaded. `add`: add to the result (plain float32).
-
-        `out_scale`: float32 [M rounded up to 256], the powers of two of an f16 result.
-        """
-        epilogue, plan = self.variant.epilogue, self.plan
-        if (weights.kind, weights.outputs, weights.cols) != (self.variant.kind, self.outputs, self.cols):
+    def _check(self, kind: str, epilogue: Epilogue, weights: DeviceWeights, add: bool, out_scale: int) -> None:
+        if (weights.kind, weights.outputs, weights.cols) != (kind, self.outputs, self.cols):
             raise ShapeError(
-                f"the product is for {self.variant.kind} {self.outputs} x {self.cols}, "
+                f"the product is for {kind} {self.outputs} x {self.cols}, "
                 f"the weights are {weights.kind} {weights.outputs} x {weights.cols}"
             )
         if add and (epilogue.half or epilogue.gate):
             raise ShapeError("only a plain float32 result can be added to")
         if epilogue.half and not out_scale:
             raise ShapeError("an f16 result needs out_scale")
-        if epilogue.gate:
-            bounds = (_BOUND_MARGIN * weights.norm_bounds[0] * weights.norm_bounds[1], 0.0, 0.0)
-        else:
-            bounds = (0.0, _BOUND_MARGIN * max(weights.norm_bounds), weights.bias_bound)
-        return self.kernel.bind(
-            plan.blocks,
-            maps,
-            maps + 128,
-            weights.data,
-            weights.row_scale,
-            x.scale,
-            weights.bias,
-            x.norm,
-            out_scale,
-            workspace,
-            *bounds,
-            plan.token_tiles,
-            plan.slabs,
-            plan.steps,
-            plan.swath,
-            plan.split_tiles,
-            int(add),
-        )
+
+
+@dataclass(frozen=True, slots=True)
+class WgmmaProduct(_Product):
+    variant: WgmmaGemm
+    plan: Plan
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of the workspace: flags, and the sums of each cluster where tiles are split."""
+        return self.variant.workspace(self.plan.blocks // self.plan.cluster if self.plan.split_tiles else 0)
+
+    def maps(self, x: HalfRows, out: int, pitch: int | None = None) -> bytes:
+        """Tensor maps of the operands and the result.
+
+        `pitch`: bytes from row to row, a multiple of 16 (None: dense).
+        """
+        epilogue, plan = self.variant.epilogue, self.plan
+        pitch = self._pitch(pitch, epilogue.item)
+        tokens = tensor_map(x.half, self.m, self.cols, self.cols * 2, plan.tokens // plan.cluster, 64, 2, 128)
+        box = (epilogue.chunk_tokens(plan.tokens), epilogue.box_columns)
+        return tokens + tensor_map(out, self.m, self.outputs, pitch, *box, epilogue.item, epilogue.swizzle)
+
+    def bind(
+        self,
+        weights: DeviceWeights,
+        x: HalfRows,
+        out: int,
+        pitch: int | None = None,
+        *,
+        maps: int,
+        workspace: int,
+        add: bool = False,
+        out_scale: int = 0,
+    ) -> Launch:
+        """A launch with these buffers; `out` and `pitch` as they were given to `maps()`.
+
+        add: add to the result (plain float32). out_scale: float32, the powers of two of an f16 result.
+        """
+        plan = self.plan
+        self._check(self.variant.kind, self.variant.epilogue, weights, add, out_scale)
+        addresses = (weights.data, weights.row_scale, x.scale, weights.bias, x.norm, out_scale, workspace)
+        shape = (plan.token_tiles, plan.slabs, plan.steps, plan.swath, plan.split_tiles)
+        return self.kernel.bind(plan.blocks, maps, maps + MAP_BYTES, *addresses, *weights.bounds(), *shape, int(add))
+
+
+@dataclass(frozen=True, slots=True)
+class MmaProduct(_Product):
+    variant: MmaGemm
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of the workspace: none."""
+        return 0
+
+    def maps(self, x: HalfRows, out: int, pitch: int | None = None) -> bytes:
+        """Nothing: this tier reads and writes through plain addresses."""
+        return b""
+
+    def bind(
+        self,
+        weights: DeviceWeights,
+        x: HalfRows,
+        out: int,
+        pitch: int | None = None,
+        *,
+        maps: int = 0,
+        workspace: int = 0,
+        add: bool = False,
+        out_scale: int = 0,
+    ) -> Launch:
+        """As WgmmaProduct.bind; `maps` and `workspace` are not used."""
+        epilogue = self.variant.epilogue
+        self._check(self.variant.kind, epilogue, weights, add, out_scale)
+        slabs = -(-weights.rows // 64)
+        token_tiles = -(-self.m // self.variant.tokens)
+        addresses = (x.half, out, weights.data, weights.row_scale, x.scale, weights.bias, x.norm, out_scale)
+        shape = (self.m, self.outputs, self._pitch(pitch, epilogue.item), self.cols, slabs, token_tiles)
+        blocks = token_tiles * -(-slabs // 2)
+        return self.kernel.bind(blocks, *addresses, *weights.bounds(), *shape, int(add))

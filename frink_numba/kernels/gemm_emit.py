@@ -71,7 +71,7 @@ def fragment_ops(name: str) -> tuple[Any, tuple[Any, ...]]:
     registers; `address` is the step's slot in shared memory, which begins with the header's room.
     """
     kind = FRAGMENT_KINDS[name]
-    words = _header_words(name)
+    words = header_words(name)
 
     @emitted(f"u32x{words}", "u32", "u32")
     def header(e: Emitter, address: Register, row: Register) -> Sequence[Register]:
@@ -89,7 +89,7 @@ def fragment_ops(name: str) -> tuple[Any, tuple[Any, ...]]:
     return header, tuple(make(step) for step in range(4))
 
 
-def _header_words(name: str) -> int:
+def header_words(name: str) -> int:
     """Registers that a kind's header function gives."""
     return {"Q2_K": 2, "Q3_K": 8, "Q4_K": 8, "Q5_K": 8, "Q6_K": 2, "IQ4_XS": 4}.get(name, 1)
 
@@ -211,7 +211,10 @@ def next_segment(
 
 @emitted("u32x2", "u32", "u32", "u32", "u32")
 def locate(e: Emitter, tile: Register, swath: Register, pairs: Register, token_tiles: Register) -> list[Register]:
-    """(token tile, pair of slabs): bands of `swath` token tiles; in a band all token tiles of a pair, then the next pair."""
+    """(token tile, pair of slabs):
+
+    bands of `swath` token tiles; in a band all token tiles of a pair, then the next pair.
+    """
     band = _divide(e, tile, swath * pairs)
     left = token_tiles - band * swath
     width = _select(e, _less(e, swath, left), swath, left)

@@ -11,13 +11,14 @@ thread finds the codes of its 16 registers in one to four vector loads.
 
 **Codes are never converted.** An integer q at mantissa bits lo.. of an f16 word *is* the number q * 2**(lo - 24) (a
 subnormal), and `fma.rn.f16x2` takes subnormals at full speed. So a register costs a mask and one fma with
-D = d * 2**(24 - lo) and the offset C: (q - offset) * d comes out rounded once. Row g reads its codes at bit 0, row g + 8
-at bit `lo` of the kind, because masks of neighbouring codes then need no shift; D is stored with that factor, and with a
-power of two per row that puts the row's largest D just under 2**15 (`gemm_pack.py`). The GEMM's epilogue undoes it.
+D = d * 2**(24 - lo) and the offset C: (q - offset) * d comes out rounded once. Row g reads its codes at bit 0, row g +
+8 at bit `lo` of the kind, because masks of neighbouring codes then need no shift; D is stored with that factor, and
+with a power of two per row that puts the row's largest D just under 2**15 (`gemm_pack.py`). The GEMM's epilogue undoes
+it.
 
-The functions below are written against a *machine* `m`: loads from shared memory, `permute`, `fma2`, `mul2`, `sub2`, and
-the operators & | << >> on its registers. The compiler's machine emits PTX (`gemm_emit.py`); the tests' machine computes
-with NumPy, so that the very code that runs on the GPU is held against the `gguf` package without one.
+The functions below are written against a *machine* `m`: loads from shared memory, `permute`, `fma2`, `mul2`, `sub2`,
+and the operators & | << >> on its registers. The compiler's machine emits PTX (`gemm_emit.py`); the tests' machine
+computes with NumPy, so that the very code that runs on the GPU is held against the `gguf` package without one.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class FragmentKind:
     Bytes of a slab's record for 256 columns: `header_bytes` * 64, then four steps of `step_bytes`. A step holds
     `scale_bytes` a row, then `planes`: vectors of so many bytes for each of the 128 threads.
     `header(m, base, row)` loads what four steps share; `scales(m, base, row, step, header)` gives a BlockScale for each
-    of the step's four blocks; `codes(m, base, thread)` gives the 16 code registers. Both are None in `half`, whose planes
-    are the operands themselves.
+    of the step's four blocks; `codes(m, base, thread)` gives the 16 code registers. Both are None in `half`, whose
+    planes are the operands themselves.
     """
 
     name: str
@@ -283,9 +284,9 @@ def _header_k4(m: Any, base: Any, row: Any) -> list[Any]:
 def _scales_k4(m: Any, base: Any, row: Any, step: int, header: Sequence[Any]) -> list[BlockScale]:
     """Q4_K and Q5_K: (D, -dmin * 2**24), then three words of 6-bit scales and minima.
 
-    The half words of word s belong to the two sub-blocks of step s: scale at bit 0, minimum at bit 6. The upper four bits
-    of the halves of all three words together are step 3's. Both sub-blocks are computed in one register, then spread. A
-    minimum's bits are themselves the subnormal mn * 2**-24: one product gives C.
+    The half words of word s belong to the two sub-blocks of step s: scale at bit 0, minimum at bit 6. The upper four
+    bits of the halves of all three words together are step 3's. Both sub-blocks are computed in one register, then
+    spread. A minimum's bits are themselves the subnormal mn * 2**-24: one product gives C.
     """
     sides = []
     for side in range(2):

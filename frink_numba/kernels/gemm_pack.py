@@ -1,13 +1,14 @@
 """Repack weight matrices once, at upload, into the order in which the tensor-core kernels read them.
 
 The result has the file's bytes, no more: rows are filled up to a multiple of 64, columns to a multiple of 64, and four
-bytes a row hold its power of two. Record layout: `gemm_kinds.py`. Several matrices of one kind and width become one pack:
-their rows follow each other (Q, K, V in one launch), or gate and up rows alternate in eights (`gated`), so that one thread
-holds both factors of an output.
+bytes a row hold its power of two. Record layout: `gemm_kinds.py`. Several matrices of one kind and width become one
+pack: their rows follow each other (Q, K, V in one launch), or gate and up rows alternate in eights (`gated`), so that
+one thread holds both factors of an output.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,8 +36,8 @@ _CHUNK_ELEMENTS = 1 << 23  # elements repacked at a time: bounds the scratch mem
 class PackedMatrix:
     """Weights W [rows, cols] in fragment order. With `gated`, rows counts gate and up rows together.
 
-    data: uint8, one record after another, slab by slab. row_scale: float32 [rows filled up to 64]: the kernel's sum times
-    this is the row's product. norm_bounds: for each source matrix, no row's 2-norm is larger.
+    data: uint8, one record after another, slab by slab. row_scale: float32 [rows filled up to 64]: the kernel's sum
+    times this is the row's product. norm_bounds: for each source matrix, no row's 2-norm is larger.
     """
 
     kind: FragmentKind
@@ -102,9 +103,7 @@ def pack(matrices: Sequence[QuantMatrix], *, gated: bool = False) -> PackedMatri
         bounds = tuple(math.sqrt(float(sides[:, i].max(initial=0.0))) for i in range(2))
     else:
         edges = np.cumsum([0] + [m.rows for m in matrices])
-        bounds = tuple(
-            math.sqrt(float(squares[a:b].max(initial=0.0))) for a, b in zip(edges[:-1], edges[1:], strict=True)
-        )
+        bounds = tuple(math.sqrt(float(squares[a:b].max(initial=0.0))) for a, b in itertools.pairwise(edges))
     return PackedMatrix(kind, rows, first.cols, gated, data.reshape(-1), row_scale, bounds)
 
 
@@ -198,12 +197,16 @@ def _fields(values: np.ndarray, width: int) -> np.ndarray:
 def _super_block_scales(
     name: str, codes: Codes, d_power: np.ndarray, min_power: np.ndarray
 ) -> tuple[list[np.ndarray], np.ndarray | None]:
-    """(header regions, each [rows, blocks, words of 2 or 4 bytes]; scales of each step [rows, steps, bytes] or None)."""
+    """(header regions, each [rows, blocks, words of 2 or 4 bytes]
+
+    scales of each step [rows, steps, bytes] or None).
+    """
     assert codes.scale is not None
     rows, blocks = codes.d.shape
     d = _scaled_half(codes.d, d_power)
     if name in ("Q4_K", "Q5_K"):
-        assert codes.dmin is not None and codes.minimum is not None
+        assert codes.dmin is not None
+        assert codes.minimum is not None
         head = np.empty((rows, blocks, 4), np.uint32)
         head[..., 0] = d | (_scaled_half(-codes.dmin, min_power).astype(np.uint32) << 16)
         halves = (codes.scale | (codes.minimum << 6)).astype(np.uint32).reshape(rows, blocks, 4, 2)
@@ -215,7 +218,8 @@ def _super_block_scales(
     if name == "Q6_K":
         return [d[..., None]], (codes.scale + 128).astype(np.uint8).reshape(rows, blocks * 4, 4)
     if name == "Q2_K":
-        assert codes.dmin is not None and codes.minimum is not None
+        assert codes.dmin is not None
+        assert codes.minimum is not None
         both_d = np.stack([d, _scaled_half(-codes.dmin, min_power)], axis=-1)
         return [both_d], (codes.scale | (codes.minimum << 4)).astype(np.uint8).reshape(rows, blocks * 4, 4)
     if name == "Q3_K":
@@ -288,7 +292,10 @@ def _nibble_words(t: np.ndarray) -> np.ndarray:
 
 
 def _pair_bits(t: np.ndarray, table: Sequence[tuple[int, int]], apart: int) -> np.ndarray:
-    """High bits of pairs of registers: table[p] gives the place of register 2p's, `apart` that of 2p + 1's beyond it."""
+    """High bits of pairs of registers:
+
+    table[p] gives the place of register 2p's, `apart` that of 2p + 1's beyond it.
+    """
     words = []
     for first in range(0, 8, len(table)):
         places = [

@@ -10,17 +10,20 @@ from dataclasses import dataclass
 
 TOKEN_TILES = (16, 32, 64, 128, 256)
 
-# Nanoseconds on an H200: a step (two slabs of 64 rows x 64 columns) and what each token adds, its least, the same of two
-# blocks that share a multiprocessor, that of 256 tokens without a cluster, what a byte from the L2 cache costs a multiprocessor, a launch, a tile's end, a
-# partial tile.
+# Nanoseconds on an H200: a step (two slabs of 64 rows x 64 columns) and what each token adds, its least, the same of
+# two blocks that share a multiprocessor, that of 256 tokens without a cluster, what a byte from the L2 cache costs a
+# multiprocessor, a launch, a tile's end, a partial tile.
 _STEP, _STEP_PER_TOKEN = 60.0, 2.55
-_STEP_LEAST, _STEP_LEAST_SHARED, _STEP_ALONE = 220.0, 300.0, 735.0
+_STEP_LEAST, _STEP_LEAST_SHARED, _STEP_ALONE = 220.0, 350.0, 735.0
 _BYTE = 1 / 70
 _START = 3000.0
 _TILE_END, _TILE_END_PER_TOKEN = 700.0, 8.0
-_PART, _PART_PER_TOKEN = 500.0, 12.0
-# Blocks of a split are at different columns at a time: activations beyond this leave the L2 cache, and steps take longer.
-_SPLIT_BYTES, _SPLIT_PENALTY = 30 << 20, 1.2
+_PART, _PART_PER_TOKEN = 450.0, 4.5
+_SPLIT_RISK = 1.02  # a gain smaller than this is not worth a split
+_PART_SHARED = 3500.0  # a split over blocks that share multiprocessors, once
+# Blocks of a split are at different columns at a time: activations beyond this leave the L2 cache, and steps take
+# longer.
+_SPLIT_BYTES, _SPLIT_PENALTY = 40 << 20, 1.2
 _LEAST_GROUPS = 2  # of four steps, a block of a split tile
 
 _BAND_BYTES = 24 << 20  # tokens walked through together stay in the L2 cache
@@ -63,7 +66,9 @@ def make_plan(
 
     `tokens` and `cluster` force the tile.
     """
-    tiles = [tokens] if tokens else [t for t in TOKEN_TILES if t < 2 * m or t == TOKEN_TILES[0]]
+    # No tile twice as wide as M, and small ones only for as few tokens: they read the weights for each tile.
+    fitting = [t for t in TOKEN_TILES if (t < 2 * m or t == TOKEN_TILES[0]) and (t >= 64 or m <= 32)]
+    tiles = [tokens] if tokens else fitting
     plans: list[Plan | None] = []
     for t in tiles:
         # Two blocks share the widest tiles only: smaller ones wait more for each other than they save.
@@ -71,10 +76,15 @@ def make_plan(
             least = _STEP_ALONE if t == TOKEN_TILES[-1] and c == 1 else _STEP_LEAST
             transfer = (t * 128 / c + 2 * step_bytes) * _BYTE
             step = max(least, _STEP + _STEP_PER_TOKEN * t, transfer)
-            plans += [_plan(m, rows, cols, multiprocessors, t, c, step, split) for split in (False, True)]
+            plans += [
+                _plan(m, rows, cols, multiprocessors, multiprocessors, t, c, step, split) for split in (False, True)
+            ]
             if blocks_on_multiprocessor(t, c) == 2:
                 step = max(_STEP_LEAST_SHARED, 2 * transfer)
-                plans += [_plan(m, rows, cols, 2 * multiprocessors, t, c, step, split) for split in (False, True)]
+                plans += [
+                    _plan(m, rows, cols, multiprocessors, 2 * multiprocessors, t, c, step, split)
+                    for split in (False, True)
+                ]
     return min(
         (p for p in plans if p is not None),
         key=lambda plan: (plan.nanoseconds, plan.cluster, plan.tokens, plan.split_tiles),
@@ -82,7 +92,7 @@ def make_plan(
 
 
 def _plan(
-    m: int, rows: int, cols: int, places: int, tokens: int, cluster: int, step: float, split: bool
+    m: int, rows: int, cols: int, multiprocessors: int, places: int, tokens: int, cluster: int, step: float, split: bool
 ) -> Plan | None:
     token_tiles = -(-m // tokens)
     slabs = -(-rows // 64)
@@ -110,6 +120,16 @@ def _plan(
         step *= _SPLIT_PENALTY
     part = _PART + _PART_PER_TOKEN * tokens
     parts = 1 + -(-workers // split_tiles)  # written once, added by the tile's owner
-    time = _START + own * 4 * step + parts * part + tile_end * -(-split_tiles // workers)
+    time = _SPLIT_RISK * (_START + own * 4 * step) + parts * part + tile_end * -(-split_tiles // workers)
     time += (tiles - split_tiles) // workers * whole_tile
+    if workers * cluster > multiprocessors:
+        time += _PART_SHARED
     return Plan(tokens, cluster, token_tiles, slabs, steps, workers * cluster, split_tiles, swath, time)
+
+
+def mma_tokens(m: int, rows: int, multiprocessors: int) -> int:
+    """Tokens of a tile of the `mma` tier: wide ones where they still give every multiprocessor a tile."""
+    if m <= 16:
+        return 16
+    wide = -(-m // 128) * -(-rows // 128)
+    return 64 if m <= 64 or wide < multiprocessors else 128

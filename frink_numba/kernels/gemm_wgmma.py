@@ -3,17 +3,17 @@
     y[M, N] = x[M, K] W[N, K]^T
 
 Three warp groups share a block. Group 0 is the producer: one thread of it keeps a ring of stages full with bulk copies.
-Groups 1 and 2 are consumers, each with its slab of 64 weight rows against the same tokens: they turn the codes of a step
-(64 columns) into f16 operands in registers while the tensor cores still work on the step before, and release a
+Groups 1 and 2 are consumers, each with its slab of 64 weight rows against the same tokens: they turn the codes of a
+step (64 columns) into f16 operands in registers while the tensor cores still work on the step before, and release a
 stage once per warp. A stage holds the tokens' tile [T, 64] f16, 128-byte swizzled, and both slabs' bytes of the step.
 
 Blocks are persistent (one per multiprocessor). The first `split_tiles` tiles are cut, along K too, into equal
-ranges of groups of four steps, one range a block; the remaining tiles go to the blocks whole. A block whose range begins
-inside a tile writes its sums to the workspace; the block that has the tile's first group adds them up, in the blocks'
-order, so that results repeat bit by bit. Flags in the workspace are back at zero at the end.
+ranges of groups of four steps, one range a block; the remaining tiles go to the blocks whole. A block whose range
+begins inside a tile writes its sums to the workspace; the block that has the tile's first group adds them up, in the
+blocks' order, so that results repeat bit by bit. Flags in the workspace are back at zero at the end.
 
-Registers: the accumulators take T/2, two sets of 16 fragments alternate. See `gemm_emit.keep` for the hazard that decides
-the shape of the main loop, and docs/kernels/gemm.md for the picture.
+Registers: the accumulators take T/2, two sets of 16 fragments alternate. See `gemm_emit.keep` for the hazard that
+decides the shape of the main loop, and docs/kernels/gemm.md for the picture.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ ARGUMENTS = (
 
 @dataclass(frozen=True, slots=True)
 class WgmmaGemm:
-    """One compiled variant: the kind of the weights, T tokens a tile, the epilogue, and the blocks of a cluster (1 or 2)."""
+    """One compiled variant:
+
+    the kind of the weights, T tokens a tile, the epilogue, and the blocks of a cluster (1 or 2).
+    """
 
     kind: str
     tokens: int
@@ -198,7 +201,7 @@ def build(gemm: WgmmaGemm) -> Any:
         wait_one_pending,
         zeros,
     )
-    from frink_numba.kernels.gemm_epilogue import partial_ops, store_tile
+    from frink_numba.kernels.gemm_store import partial_ops, store_tile
     from frink_numba.kernels.instructions import (
         bulk_wait_read,
         cluster_rank,
@@ -244,14 +247,14 @@ def build(gemm: WgmmaGemm) -> Any:
     multiply, wait_all, no_sums = multiply_step(TOKENS), wait_multiplied(TOKENS), zeros(TOKENS // 2)
     write_partial, add_partial = partial_ops(TOKENS)
     store = store_tile(TOKENS, gemm.epilogue)
-    few, many = (40, 232) if gemm.resident == 1 else (24, 104)
+    few, many = (32, 104) if gemm.resident == 2 else (40, 232) if TOKENS > 128 else (56, 224)
     fewer_registers, more_registers = set_registers(few, more=False), set_registers(many, more=True)
     release, load_weights = _release(CLUSTER), _load_weights(gemm)
     u32, u64, f32 = types.uint32, types.uint64, types.float32
 
     def gemm_wgmma(
-        x_map, out_map, weights, row_scale, token_scale, bias, token_norm, out_scale, workspace, c2, c1, c0, token_tiles,
-        slabs, steps, swath, split_tiles, add,
+        x_map, out_map, weights, row_scale, token_scale, bias, token_norm, out_scale, workspace, c2, c1, c0,
+        token_tiles, slabs, steps, swath, split_tiles, add,
     ):  # fmt: skip
         shared = cuda.shared.array(0, types.uint8, alignment=1024)
         base = shared_address(shared)
@@ -474,8 +477,9 @@ def build(gemm: WgmmaGemm) -> Any:
                             if slab == 0:
                                 write_scale = out_scale + u64(token) * u64(4)
                         store(
-                            acc, local, side + u32(1), staging, scales, out_map, slab * u32(COLUMNS), token, scale_a, scale_b,
-                            bias_a, bias_b, (scale_0, scale_1), (norm_0, norm_1), write_scale, c2, c1, c0, add,
+                            acc, local, side + u32(1), staging, scales, out_map, slab * u32(COLUMNS), token, scale_a,
+                            scale_b, bias_a, bias_b, (scale_0, scale_1), (norm_0, norm_1), write_scale, c2, c1, c0,
+                            add,
                         )  # fmt: skip
             if local == 0:
                 bulk_wait_read()

@@ -2,15 +2,16 @@
 
     half[m, k] = x[m, k] / scale[m],   scale[m] = 2**e with max_k |half[m, k]| in [2**14, 2**15),   norm[m] >= |x[m]|_2
 
-One block a row; the row is read twice, the second time from the cache. A row of zeros has scale 1. Not-a-number and infinity stay
-what they are, in their own row.
+One block a row; the row is read twice, the second time from the cache. A row of zeros has scale 1. Not-a-number and
+infinity stay what they are, in their own row.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from frink_numba.kernels.compile import Source
+from frink_numba.kernels.cubins import Source
 
 THREADS = 256
 ARGUMENTS = (
@@ -22,8 +23,11 @@ ARGUMENTS = (
 )
 
 
-def build() -> tuple[Any, Any]:
-    """The kernel for numba, and its signature. Grid: one block a row, 256 threads, no dynamic shared memory."""
+def build(overlap: bool) -> tuple[Any, Any]:
+    """The kernel for numba, and its signature. Grid: one block a row, 256 threads, no dynamic shared memory.
+
+    overlap: launched with the attribute of that name (sm_90).
+    """
     from numba import cuda, types
 
     from frink_numba.kernels.instructions import launch_dependents, wait_for_predecessors
@@ -58,8 +62,9 @@ def build() -> tuple[Any, Any]:
     warps = THREADS // 32
 
     def half_rows(x, half, scale, norm, cols):
-        launch_dependents()
-        wait_for_predecessors()
+        if overlap:
+            launch_dependents()
+            wait_for_predecessors()
         largest = cuda.shared.array(warps, types.float32)
         squares = cuda.shared.array(warps, types.float32)
         thread = u32(cuda.threadIdx.x)
@@ -95,4 +100,6 @@ def build() -> tuple[Any, Any]:
     return half_rows, types.void(*(numba_type(spec) for _, spec in ARGUMENTS))
 
 
-SOURCE = Source("half_rows", build, THREADS)
+def source(overlap: bool) -> Source:
+    """What to compile."""
+    return Source(f"half_rows overlap={overlap}", functools.partial(build, overlap), THREADS)

@@ -1,9 +1,12 @@
-"""PTX instructions by name: barriers, the bulk copy engine, fences, and f16x2 arithmetic. Declared with `ptx.instruction`.
+"""PTX instructions by name: barriers, the bulk copy engine, fences, and f16x2 arithmetic. Declared with
+`ptx.instruction`.
 
 Shared-memory addresses are u32 (`ptx.shared_address`), global ones u64.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from frink_numba.kernels.ptx import instruction
 
@@ -58,6 +61,12 @@ bulk_wait_read = instruction("cp.async.bulk.wait_group.read 0;", None)
 # A tensor map comes into its cache ahead of the first copy that needs it.
 prefetch_map = instruction("prefetch.tensormap [$0];", None, "u64")
 
+
+def copies_pending(count: int) -> Any:
+    """Wait until at most `count` of this thread's committed groups of `cp.async` are in flight (sm_80)."""
+    return instruction(f"cp.async.wait_group {count};", None)
+
+
 # ---- overlap with the kernels before and after (sm_90, launches with `overlap`) -----------------------------------
 
 # The next kernel's blocks may start where there is room.
@@ -68,7 +77,7 @@ wait_for_predecessors = instruction("griddepcontrol.wait;", None)
 # ---- register budgets of warp groups (sm_90a) --------------------------------------------------------------------
 
 
-def set_registers(count: int, *, more: bool) -> object:
+def set_registers(count: int, *, more: bool) -> Any:
     """`setmaxnreg` to `count`, a multiple of 8."""
     return instruction(f"setmaxnreg.{'inc' if more else 'dec'}.sync.aligned.u32 {count};", None)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from frink_numba.errors import DeviceError
-from frink_numba.kernels.compile import Cubin
+from frink_numba.kernels.cubins import Cubin
 
 _C_TYPES: dict[str, Any] = {"u32": ctypes.c_uint32, "u64": ctypes.c_uint64, "f32": ctypes.c_float}
 
@@ -83,7 +83,10 @@ class LoadedKernel:
 
 
 class Launch:
-    """A kernel with its grid and arguments: `launch(stream)`, as often as wanted. Arguments can be set between calls."""
+    """A kernel with its grid and arguments:
+
+    `launch(stream)`, as often as wanted. Arguments can be set between calls.
+    """
 
     def __init__(self, kernel: LoadedKernel, blocks: int, values: Sequence[float]) -> None:
         from cuda.bindings import driver

@@ -27,8 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba.core import types
-from numba.cuda import config
+from numba.cuda import config, types
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 

@@ -46,6 +46,8 @@ def run_product(
     from numba import cuda
 
     m, k = x.shape
+    if gemms.tier == "mma":  # its nearest tile
+        tokens, cluster = {256: 128, 32: 16}.get(tokens or 0, tokens), None
     data, row_scale = cuda.to_device(packed.data), cuda.to_device(packed.row_scale)
     device_bias = None
     if bias is not None:
@@ -64,7 +66,7 @@ def run_product(
     nan16 = np.full((m, k), np.nan, np.float16)
     operand, scale, norm = cuda.to_device(nan16), _nans(filled(m)), _nans(filled(m))
     rows = HalfRows(address(operand), address(scale), address(norm))
-    workspace = cuda.to_device(np.zeros(product.workspace, np.uint8))
+    workspace = cuda.to_device(np.zeros(max(8192, product.workspace), np.uint8))
     stream = cuda.default_stream()
     gemms.half_rows(address(source), m, k, rows)(0)
     item = np.float16 if half else np.float32
@@ -76,12 +78,15 @@ def run_product(
         if add_to is not None:
             start[:m, : packed.outputs] = add_to
         out, out_scale = cuda.to_device(start), _nans(filled(m))
-        maps = cuda.to_device(np.frombuffer(product.maps(rows, address(out), width * out.dtype.itemsize), np.uint8))
+        pitch = width * out.dtype.itemsize
+        maps = cuda.to_device(np.frombuffer(product.maps(rows, address(out), pitch) or bytes(256), np.uint8))
         launch = product.bind(
             weights,
             rows,
-            address(maps),
-            address(workspace),
+            address(out),
+            pitch,
+            maps=address(maps),
+            workspace=address(workspace),
             add=add_to is not None,
             out_scale=address(out_scale) if half else 0,
         )

@@ -46,7 +46,8 @@ def _written(instruction: str) -> set[int]:
 def operands_overwritten_in_flight(instructions: list[str]) -> list[str]:
     """Instructions that write a register which a multiplication in flight still reads as its A operand.
 
-    Follows the code in a straight line: HGMMA with gsb0 commits a group, WARPGROUP.DEPBAR.LE gsb0, N leaves N in flight.
+    Follows the code in a straight line: HGMMA with gsb0 commits a group, WARPGROUP.DEPBAR.LE gsb0, N leaves N in
+    flight.
     """
     groups: list[set[int]] = []
     current: set[int] = set()

@@ -35,7 +35,10 @@ def _work(plan: Plan) -> dict[tuple[int, int], list[tuple[int, int]]]:
     tokens=st.sampled_from([None, *TOKEN_TILES]),
 )
 def test_every_group_is_done_once(m: int, rows: int, cols: int, multiprocessors: int, tokens: int | None) -> None:
-    """All of the product, nothing twice; no worker of a split is idle; a part is written by at most one segment each."""
+    """All of the product, nothing twice
+
+    no worker of a split is idle; a part is written by at most one segment each.
+    """
     plan = make_plan(m, rows, cols, 2304, multiprocessors, tokens, None if multiprocessors > 1 else 1)
     done = _work(plan)
     groups = -(-plan.steps // 4)

@@ -2,9 +2,9 @@
 
 numba-cuda makes LTO-IR of a Python function; nvJitLink links it with whole-program optimization (the only way in which
 ptxas heeds `setmaxnreg`) to a cubin, which loads in milliseconds and needs no newer driver. The folder
-`FRINK_CACHE_DIR`/cubins holds one file per kernel, keyed by everything that can change it: the kernel's name and parameters,
-the source of this package's kernels, the versions of the compilers, the target and the options. Files are written whole
-and renamed into place, so that processes share the folder safely; a damaged file is compiled again.
+`FRINK_CACHE_DIR`/cubins holds one file per kernel, keyed by everything that can change it: the kernel's name and
+parameters, the source of this package's kernels, the versions of the compilers, the target and the options. Files are
+written whole and renamed into place, so that processes share the folder safely; a damaged file is compiled again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Cubin:
-    """Machine code and what ptxas says of it: registers a thread, bytes spilled, lines that tell of lost speed (C75xx)."""
+    """Machine code and what ptxas says of it:
+
+    registers a thread, bytes spilled, lines that tell of lost speed (C75xx).
+    """
 
     code: bytes
     entry: str
