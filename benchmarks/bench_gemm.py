@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -233,6 +236,50 @@ def cases(text: str) -> Iterator[Case]:
                         yield Case(f"{model} {part} {kind} M={m} N={n} K={k}", kind, m, n, k)
 
 
+# The products of a Llama 8B Q4_K_M prefill step of 512 tokens: (kind, rows, cols, gated, f16 result).
+FIRST_USE = [
+    ("Q4_K", 5120, 4096, False, False),
+    ("Q6_K", 1024, 4096, False, False),
+    ("Q4_K", 4096, 4096, False, False),
+    ("Q4_K", 28672, 4096, True, True),
+    ("Q4_K", 4096, 14336, False, False),
+    ("Q6_K", 4096, 14336, False, False),
+]
+
+_FIRST_USE_CHILD = """
+import sys, time
+from cuda.bindings import driver
+driver.cuInit(0)
+device = driver.cuDeviceGet(0)[1]
+driver.cuCtxSetCurrent(driver.cuDevicePrimaryCtxRetain(device)[1])
+start = time.perf_counter()
+from frink_numba.kernels.gemm import DeviceWeights, Gemms, HalfRows
+gemms = Gemms("wgmma", (9, 0), 132)
+gemms.half_rows(0, 1, 32, HalfRows(0, 0, 0))
+for kind, rows, cols, gated, half in {cases}:
+    weights = DeviceWeights(kind, rows, cols, gated, (1.0, 1.0), 0, 0)
+    gemms.product(weights, 512, gate="swiglu" if gated else "", half=half)
+print(time.perf_counter() - start)
+"""
+
+
+def first_use() -> list[Row]:
+    """Seconds until all products of a model are ready, in a fresh process: nothing cached, then all of it."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "FRINK_CACHE_DIR": folder}
+        for state, runs in (("cold", 1), ("warm", 3)):
+            samples = []
+            for _ in range(runs):
+                command = [sys.executable, "-c", _FIRST_USE_CHILD.replace("{cases}", repr(FIRST_USE))]
+                done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+                samples.append(float(done.stdout))
+            label = f"first use of 8b Q4_K_M pp512, {state} cache"
+            rows.append(Row.from_samples(label, "s", samples, "cuda", tier="wgmma"))
+            print(f"{label}: {median(samples):.2f} s", flush=True)
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", default=DEFAULT, help='such as "Q4_K,F16:8b,70b:512,2048"')
@@ -243,6 +290,9 @@ def main() -> int:
     parser.add_argument("--cluster", type=int, help="force the blocks of a cluster")
     parser.add_argument("--no-baseline", action="store_true")
     parser.add_argument("--check", action="store_true", help="compare with float64 first")
+    parser.add_argument(
+        "--first-use", action="store_true", help="time the compilation and loading of a model's kernels"
+    )
     parser.add_argument("--receipt", type=Path, help="write the figures here")
     arguments = parser.parse_args()
 
@@ -273,6 +323,8 @@ def main() -> int:
         )
     for (kind, m), values in sorted(ratios.items()):
         print(f"{kind} M={m}: ratio least {min(values):.2f}, geometric mean {math.exp(np.log(values).mean()):.2f}")
+    if arguments.first_use:
+        rows += first_use()
     if arguments.receipt:
         import torch
 

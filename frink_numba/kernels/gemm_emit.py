@@ -95,12 +95,12 @@ def header_words(name: str) -> int:
 
 
 @functools.cache
-def zeros(count: int) -> Any:
-    """An op that gives `count` float32 zeros."""
+def zeros(count: int, kind: str = "f32") -> Any:
+    """An op that gives `count` zeros."""
 
-    @emitted(f"f32x{count}")
+    @emitted(f"{kind}x{count}")
     def op(e: Emitter) -> list[Register]:
-        return [e.constant("f32", 0.0)] * count
+        return [e.constant(kind, 0)] * count
 
     return op
 

@@ -245,6 +245,7 @@ def build(gemm: WgmmaGemm) -> Any:
 
     header, (fragments0, fragments1, fragments2, fragments3) = fragment_ops(gemm.kind)
     multiply, wait_all, no_sums = multiply_step(TOKENS), wait_multiplied(TOKENS), zeros(TOKENS // 2)
+    no_fragments = zeros(16, "u32")
     write_partial, add_partial = partial_ops(TOKENS)
     store = store_tile(TOKENS, gemm.epilogue)
     few, many = (32, 104) if gemm.resident == 2 else (40, 232) if TOKENS > 128 else (56, 224)
@@ -376,14 +377,22 @@ def build(gemm: WgmmaGemm) -> Any:
                 if OWN > 1:
                     scale_1 = load_float(token_scale + mine + u64(512))
                 acc = no_sums()
+                odd = no_fragments()
+                # The step in flight when a group begins: none yet, so that no lane is to release a stage.
+                done = u32(freed)
+                idle = u32(32)
                 for _ in range(count >> u32(2)):
                     # Four steps in a straight line: fragments of a step take one register set while the step before
-                    # is in flight with the other.
+                    # is in flight with the other, across the groups too.
                     mbarrier_wait(full + stage * u32(8), phase)
                     at = u32(slot + stage * u32(W_STAGE))
                     shared_scales = header(at, row)
                     even = fragments0(at, local, row, shared_scales)
                     acc = multiply(acc, even, u64(DESCRIPTOR) | u64((base + stage * u32(X_STAGE)) >> u32(4)))
+                    wait_one_pending()
+                    keep(odd, never, base)
+                    release(done, lane + idle)
+                    idle = u32(0)
                     done = u32(freed + stage * u32(8))
                     stage = u32(stage + u32(1))
                     if stage == STAGES:
@@ -423,13 +432,14 @@ def build(gemm: WgmmaGemm) -> Any:
                     wait_one_pending()
                     keep(even, never, base)
                     release(done, lane)
-                    acc = wait_all(acc)
-                    keep(odd, never, base)
-                    release(u32(freed + stage * u32(8)), lane)
+                    done = u32(freed + stage * u32(8))
                     stage = u32(stage + u32(1))
                     if stage == STAGES:
                         stage = u32(0)
                         phase = u32(phase ^ u32(1))
+                acc = wait_all(acc)
+                keep(odd, never, base)
+                release(done, lane + idle)
                 if TAIL:
                     for _ in range(count & u32(3)):
                         mbarrier_wait(full + stage * u32(8), phase)

@@ -21,18 +21,19 @@ def disassembler() -> str | None:
 
 
 def disassemble(tool: str, code: bytes, folder: Path) -> list[str]:
-    """The instructions of a cubin, one a line, without addresses."""
+    """The instructions and labels (".L_x_1:") of a cubin, one a line, without addresses."""
     path = folder / "kernel.cubin"
     path.write_bytes(code)
     text = subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, check=True).stdout
-    return [m.group(1).strip() for m in re.finditer(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", text)]
+    found = re.finditer(r"^(\.L_x_\d+:)|/\*[0-9a-f]{4,}\*/\s+(.*?);", text, re.MULTILINE)
+    return [(m.group(1) or m.group(2)).strip() for m in found]
 
 
 def _written(instruction: str) -> set[int]:
     """Registers that an instruction writes: its first operand, and what follows it in wide loads."""
     body = re.sub(r"^@!?U?P\w+\s+", "", instruction)
     opcode, _, operands = body.partition(" ")
-    if opcode.startswith(("ST", "RED", "BAR", "SYNCS", "BRA", "HGMMA", "WARPGROUP", "UT", "CALL", "MEMBAR")):
+    if body.endswith(":") or opcode.startswith(("ST", "RED", "BAR", "SYNCS", "BRA", "HGMMA", "WARPGROUP", "UT", "CALL", "MEMBAR")):
         return set()
     operand = re.match(r"\s*(?:P\w+,\s*)*R(\d+)\b", operands)
     if operand is None:
@@ -46,9 +47,21 @@ def _written(instruction: str) -> set[int]:
 def operands_overwritten_in_flight(instructions: list[str]) -> list[str]:
     """Instructions that write a register which a multiplication in flight still reads as its A operand.
 
-    Follows the code in a straight line: HGMMA with gsb0 commits a group, WARPGROUP.DEPBAR.LE gsb0, N leaves N in
-    flight.
+    Follows the code in a straight line, and each loop that multiplies twice around. HGMMA with gsb0 commits a group,
+    WARPGROUP.DEPBAR.LE gsb0, N leaves N in flight.
     """
+    faults = _follow(instructions)
+    places = {line[:-1]: i for i, line in enumerate(instructions) if line.endswith(":")}
+    for i, line in enumerate(instructions):
+        branch = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
+        if branch and places.get(branch.group(1), i) < i:
+            body = instructions[places[branch.group(1)] : i + 1]
+            if any("HGMMA" in inner for inner in body):
+                faults += _follow(body + body)
+    return faults
+
+
+def _follow(instructions: list[str]) -> list[str]:
     groups: list[set[int]] = []
     current: set[int] = set()
     faults = []
