@@ -21,7 +21,7 @@ f32 = ir.FloatType()
 
 
 def device_intrinsic(simulated: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Make a typing function (of numba's `intrinsic`) callable in kernels; `simulated` takes its place when simulated."""
+    """Make a typing function (of numba's `intrinsic`) callable in kernels; the simulator calls `simulated` instead."""
 
     def choose(typing_function: Callable[..., Any]) -> Any:
         return simulated if config.ENABLE_CUDASIM else intrinsic(typing_function)
