@@ -62,7 +62,10 @@ def test_the_installed_plugins_are_known_without_being_imported():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-def test_a_plugin_that_cannot_be_imported_is_reported_once_and_skipped(model, host_answer, caplog):
+def test_a_plugin_that_cannot_be_imported_is_reported_once_and_skipped(model, host_answer, monkeypatch, caplog):
+    """B2."""
+    monkeypatch.setenv("FRINK_LOOPBACK_BROKEN", "1")
+    monkeypatch.delitem(sys.modules, "frink_loopback.broken", raising=False)
     with caplog.at_level(logging.WARNING, "frink_numba"):
         for _ in range(2):
             decoder = Decoder(model, backends="auto")

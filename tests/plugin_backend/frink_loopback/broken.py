@@ -1,3 +1,13 @@
-"""A plugin that cannot be imported: it must be reported once and skipped."""
+"""A plugin that cannot be imported where FRINK_LOOPBACK_BROKEN is set: it must be reported once and skipped."""
 
-raise ImportError("this plugin is broken on purpose")
+import os
+from typing import NoReturn
+
+from frink_numba.errors import BackendUnavailable
+
+if "FRINK_LOOPBACK_BROKEN" in os.environ:
+    raise ImportError("this plugin is broken on purpose")
+
+
+def create(layers: object) -> NoReturn:
+    raise BackendUnavailable("FRINK_LOOPBACK_BROKEN is not set", absent=True)
