@@ -28,4 +28,4 @@ class OwnCudaFinder:
 def install() -> None:
     """Put the finder first; once per process."""
     if OwnCudaFinder not in sys.meta_path:
-        sys.meta_path.insert(0, OwnCudaFinder)  # type: ignore[arg-type]
+        sys.meta_path.insert(0, OwnCudaFinder)
