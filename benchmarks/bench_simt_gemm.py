@@ -31,7 +31,7 @@ SHAPES = {
 }
 KINDS_OF = {"smollm2": "Q4_1", "3b": "Q4_K,Q6_K"}
 ROTATED_BYTES = 192 << 20  # three times the L2 cache of an H200
-_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}  # fmt: skip
+_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))}
 
 
 def random_weights(name: str, rows: int, cols: int, rng: np.random.Generator) -> QuantMatrix:
