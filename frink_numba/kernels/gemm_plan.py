@@ -30,8 +30,8 @@ _BAND_BYTES = 24 << 20  # tokens walked through together stay in the L2 cache
 
 
 def blocks_on_multiprocessor(tokens: int, cluster: int) -> int:
-    """Blocks that a multiprocessor holds at a time: small tiles are short of warps, not of registers."""
-    return 2 if tokens <= 32 and cluster == 1 else 1
+    """Blocks that a multiprocessor holds at a time: the smallest tile is short of warps, not of registers."""
+    return 2 if tokens <= 16 and cluster == 1 else 1
 
 
 @dataclass(frozen=True, slots=True)
