@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,8 @@ from frink_numba.errors import ShapeError
 from frink_numba.kernels.kinds import PLANES, can_multiply, packed_bytes, padded_cols
 from frink_numba.quant import QuantKind, QuantMatrix
 
-_CHUNK_BYTES = 1 << 22  # source bytes rearranged at a time: bounds the temporary arrays
+_CHUNK_BYTES = 1 << 18  # source bytes rearranged at a time: the temporary arrays stay in the processor's cache
+_MOST_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,7 +163,8 @@ def _split_unblocked(data: np.ndarray, stored_bytes: int) -> list[np.ndarray]:
 def pack(matrix: QuantMatrix) -> np.ndarray:
     """The bytes of `matrix` as the kernels read them: uint8 [packed_bytes], in the planes of kinds.PLANES.
 
-    ShapeError when no kernel serves the kind or shape. Runs chunk by chunk of rows, vectorised.
+    ShapeError when no kernel serves the kind or shape. Vectorised, chunk by chunk of rows, on
+    all processors.
     """
     kind, rows, cols = matrix.kind, matrix.rows, matrix.cols
     reason = can_multiply(kind, rows, cols)
@@ -175,9 +179,9 @@ def pack(matrix: QuantMatrix) -> np.ndarray:
         entry = "V16" if plane.entry_bytes == 16 else f"<u{plane.entry_bytes}"
         planes.append(out[start:stop].view(entry).reshape(entries, rows))
         start = stop
-    row_bytes = kind.row_bytes(cols)
-    step = max(1, _CHUNK_BYTES // row_bytes)
-    for first in range(0, rows, step):
+    step = max(1, _CHUNK_BYTES // kind.row_bytes(cols))
+
+    def rearrange(first: int) -> None:
         chunk = matrix.data[first : first + step]
         if kind.block == 1:
             parts = _split_unblocked(chunk, kind.row_bytes(stored))
@@ -185,4 +189,9 @@ def pack(matrix: QuantMatrix) -> np.ndarray:
             parts = _SPLIT[kind.name](chunk.reshape(-1, kind.block_bytes))
         for plane_out, part in zip(planes, parts, strict=True):
             plane_out[:, first : first + step] = part.reshape(chunk.shape[0], -1).T
+
+    # NumPy lets other threads run while it works, and each chunk fills columns of its own.
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
+        for _ in pool.map(rearrange, range(0, rows, step)):
+            pass
     return out
