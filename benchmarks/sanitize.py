@@ -1,0 +1,113 @@
+"""compute-sanitizer's four tools over GPU tests of every kernel and of the resident stack; the findings as a receipt.
+
+    python -m benchmarks.sanitize --receipt benchmarks/receipts/sanitizer-h200.json [--logs FOLDER] [--timeout SECONDS]
+
+The tests are small ones of each kind, since a tool slows a kernel down a hundred times and more. The tools run side by
+side, each in a process of its own. Exit code 1 when a tool finds anything, or when a test fails under it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from frink_numba.driver import query_driver
+from frink_numba.receipt import Row, receipt, write_receipt
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+TESTS = ("tests/kernels/test_simt_gpu.py", "tests/differential/test_cuda_device.py")
+CHOSEN = " or ".join(
+    (
+        "(rms_norm and (True-9-513 or False-7-80))",
+        "(add_bias and 5-257)",
+        "(elementwise and (7-1023 or 3-5))",
+        "(test_rope and (5-3-64 or 7-5-80))",
+        "(rope_table and 5-20-3000)",
+        "(test_attention and 5-50.0-65-62-9-3 and (80 or 64))",
+        "(every_kind and (Q4_K or Q6_K or Q4_1 or F16))",
+        "(ragged_k and F32-17)",
+        "(stack_equals and (4-0 or 33-21))",
+    )
+)
+# "ERROR SUMMARY: 0 errors", or racecheck's "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"
+_SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
+_PASSED = re.compile(r"^(\d+) passed", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one tool said: its count of findings, and how many tests passed under it; None: it did not get there."""
+
+    tool: str
+    findings: int | None
+    passed: int | None
+
+    @property
+    def clean(self) -> bool:
+        return self.findings == 0 and bool(self.passed)
+
+
+def start(tool: str, log: Path) -> subprocess.Popen[str]:
+    """The tests under one tool; its own words go to `log`."""
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "-k", CHOSEN, *TESTS]
+    command = ["compute-sanitizer", "--tool", tool, "--log-file", str(log), *tests]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(tool: str, process: subprocess.Popen[str], log: Path, timeout: float) -> Finding:
+    """Wait for a tool and read its summary."""
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+    log.with_suffix(".pytest").write_text(output)
+    summary = _SUMMARY.search(log.read_text() if log.exists() else "")
+    passed = _PASSED.search(output)
+    failed = process.returncode not in (0, None)
+    return Finding(
+        tool, int(summary.group(1)) if summary else None, int(passed.group(1)) if passed and not failed else None
+    )
+
+
+def main() -> int:
+    """Run all tools, print a line each, write the receipt when every one came to its end."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--receipt", type=Path)
+    parser.add_argument("--logs", type=Path)
+    parser.add_argument("--timeout", type=float, default=600.0)
+    arguments = parser.parse_args()
+    logs = arguments.logs or Path(tempfile.mkdtemp())
+    logs.mkdir(parents=True, exist_ok=True)
+    running = [(tool, start(tool, logs / f"{tool}.log"), logs / f"{tool}.log") for tool in TOOLS]
+    found = [finish(*entry, arguments.timeout) for entry in running]
+    for finding in found:
+        print(f"{finding.tool}: {finding.findings} findings, {finding.passed} tests passed", flush=True)
+    if arguments.receipt and all(finding.findings is not None and finding.passed for finding in found):
+        driver = query_driver()
+        rows = [
+            Row(
+                f"{f.tool} over {f.passed} GPU tests",
+                "findings",
+                float(f.findings or 0),
+                float(f.findings or 0),
+                float(f.findings or 0),
+                1,
+                "cuda",
+                "simt",
+            )
+            for f in found
+        ]
+        command = f"python -m benchmarks.sanitize {' '.join(sys.argv[1:])}".strip()
+        machine = driver.devices[0].name
+        write_receipt(arguments.receipt, receipt("sanitizer", command, rows, machine=machine, driver=driver.version))
+    return 0 if all(finding.clean for finding in found) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
