@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import overload
+from dataclasses import dataclass
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -15,20 +16,36 @@ _DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
 _FIRST_CAPACITY = 64  # rows of a layer's first buffer; it doubles from there
 
 
+@dataclass(slots=True)
+class _Shared:
+    """What all layers of a cache have in common: one assignment to `positions` moves every layer at once."""
+
+    context_length: int
+    dtype: np.dtype[Any]
+    positions: int = 0
+    truncations: int = 0
+
+    def check_room(self, n: int) -> None:
+        if n < 0:
+            raise CacheError(f"cannot add {n} positions")
+        if self.positions + n > self.context_length:
+            raise CacheError(
+                f"{n} positions after {self.positions} exceed the context of {self.context_length}; truncate the "
+                "cache, or load the model with a longer context"
+            )
+
+
 class LayerKV:
-    """One layer's rows, K [rows, n_kv_heads, key_dim] and V [rows, n_kv_heads, value_dim]; a `LayerCache`.
+    """One layer's rows, K [rows, n_kv_heads, key_dim] and V [rows, n_kv_heads, value_dim]; a `LayerCache`."""
 
-    The number of positions lives in the KVCache, so that one assignment there moves every layer at once.
-    """
-
-    def __init__(self, owner: KVCache, index: int, layer: Layer) -> None:
+    def __init__(self, shared: _Shared, index: int, layer: Layer) -> None:
         attention = layer.attention
         self.index = index
         self.n_kv_heads = attention.n_kv_heads
         self.key_dim = attention.head_dim
         self.value_dim = attention.head_dim
         self.window = attention.window
-        self._owner = owner
+        self._shared = shared  # not the KVCache: a cycle would keep the buffers until the collector comes by
         self._evicted = 0
         self._evictions = 0
         self._k, self._v = self._allocate(0)
@@ -36,17 +53,17 @@ class LayerKV:
     @property
     def positions(self) -> int:
         """Positions seen so far, evicted ones included."""
-        return self._owner.positions
+        return self._shared.positions
 
     @property
     def rows(self) -> int:
         """Rows kept: `positions` less the evicted ones."""
-        return self._owner.positions - self._evicted
+        return self._shared.positions - self._evicted
 
     @property
     def version(self) -> int:
         """Changes whenever rows change otherwise than by new ones behind the last: a mirror must be made anew."""
-        return self._owner.truncations + self._evictions
+        return self._shared.truncations + self._evictions
 
     @property
     def nbytes(self) -> int:
@@ -71,18 +88,18 @@ class LayerKV:
         CacheError when the positions would pass the context length.
         """
         rows = self.rows + n
-        if rows > self._k.shape[0] or self.positions + n > self._owner.context_length:
+        if rows > self._k.shape[0] or self.positions + n > self._shared.context_length:
             self.reserve(n)
         return self._k[:rows], self._v[:rows]
 
     def reserve(self, n: int) -> None:
         """Room for `n` more rows: capacity doubles, up to the context length. Rows and counts stay as they are."""
-        self._owner.check_room(n)
+        self._shared.check_room(n)
         need = self.rows + n
         if need <= self._k.shape[0]:
             return
-        capacity = max(need, min(2 * self._k.shape[0], self._owner.context_length), _FIRST_CAPACITY)
-        k, v = self._allocate(min(capacity, self._owner.context_length))
+        capacity = max(need, min(2 * self._k.shape[0], self._shared.context_length), _FIRST_CAPACITY)
+        k, v = self._allocate(min(capacity, self._shared.context_length))
         k[: self.rows] = self._k[: self.rows]
         v[: self.rows] = self._v[: self.rows]
         self._k, self._v = k, v
@@ -138,7 +155,7 @@ class LayerKV:
         self._evicted = 0
 
     def _allocate(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        dtype = self._owner.dtype
+        dtype = self._shared.dtype
         k = np.empty((rows, self.n_kv_heads, self.key_dim), dtype)
         v = np.empty((rows, self.n_kv_heads, self.value_dim), dtype)
         return k, v
@@ -149,15 +166,12 @@ class KVCache(Sequence[LayerKV]):
 
     def __init__(self, layers: Sequence[Layer], context_length: int, *, dtype: DTypeLike = np.float32) -> None:
         """Store rows as `dtype`, float32 or float16, for at most `context_length` positions."""
-        self.dtype = np.dtype(dtype)
-        if self.dtype not in _DTYPES:
-            raise CacheError(f"a KV cache stores float32 or float16, not {self.dtype}")
+        if np.dtype(dtype) not in _DTYPES:
+            raise CacheError(f"a KV cache stores float32 or float16, not {np.dtype(dtype)}")
         if context_length < 1:
             raise CacheError(f"a KV cache needs a context of at least 1 position, not {context_length}")
-        self.context_length = context_length
-        self.positions = 0
-        self.truncations = 0
-        self._layers = tuple(LayerKV(self, index, layer) for index, layer in enumerate(layers))
+        self._shared = _Shared(context_length, np.dtype(dtype))
+        self._layers = tuple(LayerKV(self._shared, index, layer) for index, layer in enumerate(layers))
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -178,19 +192,24 @@ class KVCache(Sequence[LayerKV]):
         return f"<KVCache of {len(self)} layers, {self.positions} of {self.context_length} positions, {self.dtype}>"
 
     @property
+    def positions(self) -> int:
+        """Positions seen so far, by every layer."""
+        return self._shared.positions
+
+    @property
+    def context_length(self) -> int:
+        """The most positions it holds."""
+        return self._shared.context_length
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """float32 or float16."""
+        return self._shared.dtype
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all buffers, spare capacity included."""
         return sum(layer.nbytes for layer in self._layers)
-
-    def check_room(self, n: int) -> None:
-        """CacheError unless `n` more positions fit into the context."""
-        if n < 0:
-            raise CacheError(f"cannot add {n} positions")
-        if self.positions + n > self.context_length:
-            raise CacheError(
-                f"{n} positions after {self.positions} exceed the context of {self.context_length}; truncate the "
-                "cache, or load the model with a longer context"
-            )
 
     def push(self, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         """Append one (K, V) pair a layer: [n, n_kv_heads, width] each, float32 or float16, the same n everywhere.
@@ -202,14 +221,14 @@ class KVCache(Sequence[LayerKV]):
         if not rows:
             return
         n = rows[0][0].shape[0]
-        self.check_room(n)
+        self._shared.check_room(n)
         for layer, (k, v) in zip(self._layers, rows, strict=True):
             layer.check_rows(k, v, n)
         for layer in self._layers:
             layer.reserve(n)
         for layer, (k, v) in zip(self._layers, rows, strict=True):
             layer.write_tail(k, v)
-        self.positions += n  # until here nothing that was written counts
+        self._shared.positions += n  # until here nothing that was written counts
 
     def truncate(self, n: int) -> None:
         """Forget all positions from `n` on; CacheError when evicted rows would be missed. Buffers are kept."""
@@ -219,8 +238,8 @@ class KVCache(Sequence[LayerKV]):
             return
         for layer in self._layers:
             layer.check_truncate(n)
-        self.truncations += 1
-        self.positions = n
+        self._shared.truncations += 1
+        self._shared.positions = n
         if n == 0:
             for layer in self._layers:
                 layer.forget_evictions()

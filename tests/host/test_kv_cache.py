@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -337,6 +340,20 @@ def test_the_context_bounds_tails_and_pushes() -> None:
 def test_a_cache_that_cannot_be_is_refused(context: int, dtype: type) -> None:
     with pytest.raises(CacheError, match=r"float64|int8|at least 1"):
         KVCache(layers(0), context, dtype=dtype)
+
+
+def test_memory_goes_when_the_last_name_goes() -> None:
+    """Without waiting for the collector: prompt after prompt in a new cache must not pile up."""
+    gc.disable()
+    try:
+        cache = KVCache(layers(0, 0), 1 << 16)
+        cache.push(draw(cache, 1))
+        cache[0].tail(1 << 15)
+        gone = weakref.ref(cache[0])
+        del cache
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_it_says_what_it_is() -> None:
