@@ -139,8 +139,9 @@ class Gemms:
             tile = tokens or mma_tokens(m, weights.rows, self.multiprocessors)
             small = MmaGemm(weights.kind, tile, epilogue)
             return MmaProduct(m, weights.outputs, weights.cols, self._kernel(small), small)
-        step_bytes = FRAGMENT_KINDS[weights.kind].step_size
-        plan = make_plan(m, weights.rows, weights.cols, step_bytes, self.multiprocessors, tokens, cluster)
+        kind = FRAGMENT_KINDS[weights.kind]
+        shape = (m, weights.rows, weights.cols, kind.step_size, self.multiprocessors)
+        plan = make_plan(*shape, tokens, cluster, kind.spliced)
         variant = WgmmaGemm(weights.kind, plan.tokens, epilogue, plan.cluster)
         return WgmmaProduct(m, weights.outputs, weights.cols, self._kernel(variant), variant, plan)
 

@@ -66,6 +66,11 @@ class FragmentKind:
         return self.scale_bytes * SLAB + sum(self.planes) * THREADS
 
     @property
+    def spliced(self) -> bool:
+        """Codes are put together from two planes: more arithmetic than a narrow tile's products hide."""
+        return len(self.planes) == 2 and self.planes[0] != self.planes[1]
+
+    @property
     def record_size(self) -> int:
         return self.header_size + self.group_steps * self.step_size
 

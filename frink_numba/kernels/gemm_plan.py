@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 TOKEN_TILES = (16, 32, 64, 128, 256)
 
-# Nanoseconds on an H200: a step (two slabs of 64 rows x 64 columns) and what each token adds, its least, the same of
-# two blocks that share a multiprocessor, that of 256 tokens without a cluster, what a byte from the L2 cache costs a
-# multiprocessor, a launch, a tile's end, a partial tile.
+# Nanoseconds on an H200: a step (two slabs of 64 rows x 64 columns) and what each token adds; its least, that with
+# codes spliced from two planes, with two blocks on a multiprocessor, and with 256 tokens and no cluster; what a byte
+# from the L2 cache costs a multiprocessor; a launch; a tile's end; a partial tile.
 _STEP, _STEP_PER_TOKEN = 60.0, 2.55
-_STEP_LEAST, _STEP_LEAST_SHARED, _STEP_ALONE = 220.0, 350.0, 735.0
-_BYTE = 1 / 70
+_STEP_LEAST, _STEP_LEAST_SPLICED, _STEP_LEAST_SHARED, _STEP_ALONE = 220.0, 415.0, 350.0, 735.0
+_BYTE = 1 / 95
 _START = 3000.0
 _TILE_END, _TILE_END_PER_TOKEN = 700.0, 8.0
 _PART, _PART_PER_TOKEN = 450.0, 4.5
-_SPLIT_RISK = 1.02  # a gain smaller than this is not worth a split
+_SPLIT_RISK = 1.06  # a gain smaller than this is not worth a split
 _PART_SHARED = 3500.0  # a split over blocks that share multiprocessors, once
 # Blocks of a split are at different columns at a time: activations beyond this leave the L2 cache, and steps take
 # longer.
@@ -61,10 +61,11 @@ def make_plan(
     multiprocessors: int,
     tokens: int | None = None,
     cluster: int | None = None,
+    spliced: bool = False,
 ) -> Plan:
     """The fastest plan for M tokens and `rows` packed weight rows of `cols`; `step_bytes` is a slab's step.
 
-    `tokens` and `cluster` force the tile.
+    `tokens` and `cluster` force the tile; `spliced` as in FragmentKind.
     """
     # No tile twice as wide as M, and small ones only for as few tokens: they read the weights for each tile.
     fitting = [t for t in TOKEN_TILES if (t < 2 * m or t == TOKEN_TILES[0]) and (t >= 64 or m <= 32)]
@@ -73,7 +74,9 @@ def make_plan(
     for t in tiles:
         # Two blocks share the widest tiles only: smaller ones wait more for each other than they save.
         for c in [cluster] if cluster else [2, 1] if t == TOKEN_TILES[-1] else [1]:
-            least = _STEP_ALONE if t == TOKEN_TILES[-1] and c == 1 else _STEP_LEAST
+            least = _STEP_LEAST_SPLICED if spliced else _STEP_LEAST
+            if t == TOKEN_TILES[-1] and c == 1:
+                least = _STEP_ALONE
             transfer = (t * 128 / c + 2 * step_bytes) * _BYTE
             step = max(least, _STEP + _STEP_PER_TOKEN * t, transfer)
             plans += [

@@ -108,83 +108,6 @@ class WgmmaGemm:
 
 
 @functools.cache
-def _release(cluster: int) -> Any:
-    """release(address, lane): the warp is done with a stage; lane i tells block i of the cluster."""
-    from frink_numba.kernels.ptx import Emitter, Register, emitted
-
-    # Without a scope of its own: `.release.cluster` would put a memory fence of 0.7 us here. What is released was only
-    # read, and its reads are complete.
-    space = "cluster" if cluster > 1 else "cta"
-
-    @emitted(None, "u32", "u32")
-    def op(e: Emitter, address: Register, lane: Register) -> None:
-        e.asm(
-            f"{{\n.reg .pred p;\nsetp.lt.u32 p, $1, {cluster};\n@p mbarrier.arrive.shared::{space}.b64 _, [$0];\n}}",
-            None,
-            [address, lane],
-        )
-
-    return op
-
-
-@functools.cache
-def _load_weights(gemm: WgmmaGemm) -> Any:
-    """load(source, slab_bytes, step, slab, slabs, slot, barrier): arm a stage's barrier and fetch its slabs' step.
-
-    `source` is where the first slab begins. Slabs beyond the last are left out. The header of a record comes with its
-    first step.
-    """
-    from frink_numba.kernels.ptx import Emitter, Register, emitted
-
-    kind = gemm.row
-    header, step_size, record = kind.header_size, kind.step_size, kind.record_size
-    tokens_size = gemm.tokens * 128
-
-    def copy(e: Emitter, target: Register, source: Register, size: Register, barrier: Register) -> None:
-        e.asm(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
-            None,
-            [target, source, size, barrier],
-        )
-
-    @emitted(None, "u64", "u64", "u32", "u32", "u32", "u32", "u32")
-    def load(
-        e: Emitter,
-        source: Register,
-        slab_bytes: Register,
-        step: Register,
-        slab: Register,
-        slabs: Register,
-        slot: Register,
-        barrier: Register,
-    ) -> None:
-        b = e.builder
-
-        def chosen(flag: Any, yes: Register, no: Register) -> Register:
-            return Register(e, yes.kind, b.select(flag, yes.value, no.value))
-
-        if kind.group_steps == 1:
-            at, size = e.widen(step) * step_size, e.constant("u32", step_size)
-        else:
-            first = b.icmp_unsigned("==", (step & 3).value, e.constant("u32", 0).value)
-            inner = chosen(first, e.constant("u32", 0), (step & 3) * step_size + header)
-            at = e.widen(step >> 2) * record + e.widen(inner)
-            size = chosen(first, e.constant("u32", header + step_size), e.constant("u32", step_size))
-            slot = slot + chosen(first, e.constant("u32", 0), e.constant("u32", header))
-        one = b.icmp_unsigned("<", slab.value, slabs.value)
-        two = b.icmp_unsigned("<", (slab + 1).value, slabs.value)
-        zero = e.constant("u32", 0)
-        total = chosen(one, size, zero) + chosen(two, size, zero) + tokens_size
-        e.asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", None, [barrier, total])
-        with b.if_then(one):
-            copy(e, slot, source + at, size, barrier)
-        with b.if_then(two):
-            copy(e, slot + gemm.slot, source + slab_bytes + at, size, barrier)
-
-    return load
-
-
-@functools.cache
 def build(gemm: WgmmaGemm) -> Any:
     """The kernel as a Python function for numba, and its signature."""
     from numba import cuda, types
@@ -201,6 +124,7 @@ def build(gemm: WgmmaGemm) -> Any:
         wait_one_pending,
         zeros,
     )
+    from frink_numba.kernels.gemm_stage import load_weights_step, release_stage
     from frink_numba.kernels.gemm_store import partial_ops, store_tile
     from frink_numba.kernels.instructions import (
         bulk_wait_read,
@@ -250,7 +174,8 @@ def build(gemm: WgmmaGemm) -> Any:
     store = store_tile(TOKENS, gemm.epilogue)
     few, many = (32, 104) if gemm.resident == 2 else (40, 232) if TOKENS > 128 else (56, 224)
     fewer_registers, more_registers = set_registers(few, more=False), set_registers(many, more=True)
-    release, load_weights = _release(CLUSTER), _load_weights(gemm)
+    release = release_stage(CLUSTER)
+    load_weights = load_weights_step(gemm.kind, TOKENS * 128, SLOT)
     u32, u64, f32 = types.uint32, types.uint64, types.float32
 
     def gemm_wgmma(

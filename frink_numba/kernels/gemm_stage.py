@@ -1,0 +1,82 @@
+"""The two ends of a stage in the `wgmma` tier: weights on their way in, and its release by the consumers."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS
+from frink_numba.kernels.ptx import Emitter, Register, emitted
+
+
+@functools.cache
+def release_stage(cluster: int) -> Any:
+    """release(address, lane): the warp is done with a stage; lane i tells block i of the cluster."""
+    # Without a scope of its own: `.release.cluster` would put a memory fence here, slower than the step itself. What is released was only
+    # read, and its reads are complete.
+    space = "cluster" if cluster > 1 else "cta"
+
+    @emitted(None, "u32", "u32")
+    def op(e: Emitter, address: Register, lane: Register) -> None:
+        e.asm(
+            f"{{\n.reg .pred p;\nsetp.lt.u32 p, $1, {cluster};\n@p mbarrier.arrive.shared::{space}.b64 _, [$0];\n}}",
+            None,
+            [address, lane],
+        )
+
+    return op
+
+
+@functools.cache
+def load_weights_step(name: str, tokens_size: int, slot_size: int) -> Any:
+    """load(source, slab_bytes, step, slab, slabs, slot, barrier): arm a stage's barrier and fetch its slabs' step.
+
+    `tokens_size`: bytes of the tokens that the barrier waits for as well; `slot_size`: from one slab's room to the
+    next. `source` is where the first slab begins. Slabs beyond the last are left out. The header of a record comes
+    with its first step.
+    """
+    kind = FRAGMENT_KINDS[name]
+    header, step_size, record = kind.header_size, kind.step_size, kind.record_size
+
+    def copy(e: Emitter, target: Register, source: Register, size: Register, barrier: Register) -> None:
+        e.asm(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+            None,
+            [target, source, size, barrier],
+        )
+
+    @emitted(None, "u64", "u64", "u32", "u32", "u32", "u32", "u32")
+    def load(
+        e: Emitter,
+        source: Register,
+        slab_bytes: Register,
+        step: Register,
+        slab: Register,
+        slabs: Register,
+        slot: Register,
+        barrier: Register,
+    ) -> None:
+        b = e.builder
+
+        def chosen(flag: Any, yes: Register, no: Register) -> Register:
+            return Register(e, yes.kind, b.select(flag, yes.value, no.value))
+
+        if kind.group_steps == 1:
+            at, size = e.widen(step) * step_size, e.constant("u32", step_size)
+        else:
+            first = b.icmp_unsigned("==", (step & 3).value, e.constant("u32", 0).value)
+            inner = chosen(first, e.constant("u32", 0), (step & 3) * step_size + header)
+            at = e.widen(step >> 2) * record + e.widen(inner)
+            size = chosen(first, e.constant("u32", header + step_size), e.constant("u32", step_size))
+            slot = slot + chosen(first, e.constant("u32", 0), e.constant("u32", header))
+        one = b.icmp_unsigned("<", slab.value, slabs.value)
+        two = b.icmp_unsigned("<", (slab + 1).value, slabs.value)
+        zero = e.constant("u32", 0)
+        total = chosen(one, size, zero) + chosen(two, size, zero) + tokens_size
+        e.asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", None, [barrier, total])
+        with b.if_then(one):
+            copy(e, slot, source + at, size, barrier)
+        with b.if_then(two):
+            copy(e, slot + slot_size, source + slab_bytes + at, size, barrier)
+
+    return load
