@@ -287,6 +287,11 @@ def causal_attention(
         raise ShapeError(
             f"causal_attention: window {window}, softcap {softcap} and start_pos {start_pos} must not be negative"
         )
+    if max(n * heads, (start_pos + n) * kv_heads) * d >= 1 << 31:
+        raise ShapeError(
+            f"causal_attention: {n} rows of {heads} heads over {start_pos + n} of {kv_heads}, with {d} channels, are "
+            "too large for 32-bit places; take fewer rows at a time"
+        )
     if n == 0:
         return
     width = next(w for w in _WIDTHS if d <= w)

@@ -21,6 +21,7 @@ from frink_numba.kernels.dequantize import dequantizer
 from frink_numba.kernels.device_matrix import DeviceMatrix
 from frink_numba.kernels.jit import kernel
 from frink_numba.kernels.register_tile import RegisterTile, make_accumulate, make_store, make_zeros
+from frink_numba.kernels.thin_matmul import MOST_ROWS, thin_matmul
 from frink_numba.kernels.vector_memory import granule_of, make_load_run, make_store_column
 
 _DEPTH = 16  # elements of K in a slice: two octets, so that two threads a row fill it
@@ -140,9 +141,10 @@ def _multiprocessors() -> int:
 
 
 def quantized_matmul(x: Any, weight: DeviceMatrix, out: Any, stream: Any = 0, *, tile: Tile | None = None) -> None:
-    """out[m, n] = x[m, k] W[n, k]^T; float32 device arrays, any m and n; `tile` forces one of TILES.
+    """out[m, n] = x[m, k] W[n, k]^T; float32 device arrays, any m and n.
 
-    ShapeError when the arrays do not fit the matrix, or x has 2**31 elements or more.
+    Few rows go to `thin_matmul`; `tile` forces one of TILES. ShapeError when the arrays do not fit the matrix, or x has
+    2**31 elements or more.
     """
     m = require_rank("quantized_matmul", "x", x, 2)[0]
     require("quantized_matmul", "x", x, (m, weight.cols))
@@ -150,6 +152,9 @@ def quantized_matmul(x: Any, weight: DeviceMatrix, out: Any, stream: Any = 0, *,
     if m * weight.cols >= 1 << 31:
         raise ShapeError(f"quantized_matmul: x of {m} x {weight.cols} is too large; take fewer rows at a time")
     if m == 0:
+        return
+    if tile is None and m <= MOST_ROWS:
+        thin_matmul(x, weight, out, stream)
         return
     if tile is None:
         tile = choose_tile(m, weight.rows, _multiprocessors())

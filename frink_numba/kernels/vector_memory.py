@@ -9,11 +9,13 @@ from llvmlite import ir
 from numba.cuda import types
 
 from frink_numba.kernels.extension import (
+    Octet,
     as_tuple,
     data_pointer,
     device_intrinsic,
     elements,
     f32,
+    fused_multiply_add,
     global_address,
     i8,
     i16,
@@ -126,6 +128,41 @@ def make_load_run(count: int, granule: int) -> Any:
         return run(array, types.int32, types.int32, types.int32), generate
 
     return load_run
+
+
+def make_add_products(rows: int, granule: int) -> Any:
+    """A function (sums, weights, x, m, cols, octet) -> sums[i] + the product of an octet with x[i], for `rows` rows.
+
+    Row i of x [m, cols] is row min(i, m - 1); its elements are 8 * octet on, zeros beyond its end (`granule_of`).
+    """
+    sums_type = types.UniTuple(types.float32, rows)
+
+    def simulated(sums: np.ndarray, weights: Any, x: Any, m: int, cols: int, octet: int) -> np.ndarray:
+        flat = in_simulator(x).reshape(-1)
+        places = [min(i, int(m) - 1) * int(cols) for i in range(rows)]
+        return sums + np.array([_take_within(flat, p, octet * OCTET, cols, OCTET) for p in places]) @ np.array(weights)
+
+    @device_intrinsic(simulated)
+    def add_products(typing_context: Any, sums: Any, weights: Any, x: Any, m: Any, cols: Any, octet: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            sums, weights = elements(builder, args[0]), elements(builder, args[1])
+            m, cols, octet = args[3:]
+            array = global_address(context, builder, signature.args[2], args[2])
+            last = builder.sub(m, i32(1))
+            first = builder.mul(octet, i32(OCTET))
+            for i in range(rows):
+                row = builder.select(builder.icmp_signed("<", i32(i), last), i32(i), last)
+                start = builder.mul(row, cols)
+                for part in range(0, OCTET, 4):
+                    place = builder.add(first, i32(part))
+                    values = _load_quad_within(builder, array, start, place, cols, granule)
+                    for j, value in enumerate(values):
+                        sums[i] = fused_multiply_add(builder, weights[part + j], value, sums[i])
+            return as_tuple(builder, sums)
+
+        return sums_type(sums_type, Octet, x, types.int32, types.int32, types.int32), generate
+
+    return add_products
 
 
 def granule_of(length: int, step: int) -> int:

@@ -1,4 +1,4 @@
-"""One function a SIMT kernel: fresh random inputs, outputs poisoned, two runs, held against float64 NumPy.
+"""One function a SIMT kernel: random inputs, outputs poisoned, two runs on a GPU, held against float64 NumPy.
 
 The simulator's tests call them with small shapes, the GPU's with large ones. Every output lies inside a larger array of
 NaN, so that a store outside of it is seen.
@@ -12,6 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 from numba import cuda
+from numba.cuda import config
 
 from frink_numba.kernels.attention import causal_attention
 from frink_numba.kernels.bias import add_bias
@@ -53,10 +54,11 @@ class Framed:
 
 
 def _check(run: Callable[[], np.ndarray], want: np.ndarray) -> None:
-    first, second = run(), run()
-    error = reference.relative_error(first, want)
+    got = run()
+    error = reference.relative_error(got, want)
     assert error < LIMIT, f"relative error {error:.2e}"
-    assert np.array_equal(first, second), "two runs differ"
+    if not config.ENABLE_CUDASIM:  # there, a second run takes as long again and proves nothing
+        assert np.array_equal(run(), got), "two runs differ"
 
 
 def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:

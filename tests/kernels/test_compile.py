@@ -95,6 +95,15 @@ def _matmul(kind: str, tile: int, granule: int) -> Callable[[], Any]:
     return make
 
 
+def _thin(kind: str, height: int) -> Callable[[], Any]:
+    def make() -> Any:
+        from frink_numba.kernels.thin_matmul import thin_matmul_kernel
+
+        return thin_matmul_kernel(kind, height, 4)
+
+    return make
+
+
 _matmul_arguments = (_rows, ("u1", 1), _rows, _i32, _i32)
 _attention_arguments = (*[(_f32, 3)] * 4, _i32, _f32, _i32, _f32)
 _norm_arguments = (_rows, (_f32, 1), _f32, _rows)
@@ -114,6 +123,12 @@ MATMUL = [
     Case("quantized_matmul Q4_K, small tile", _matmul("Q4_K", 2, 8), _matmul_arguments, 128),
     Case("quantized_matmul F16, K of quads", _matmul("F16", 0, 4), _matmul_arguments, 168),
     Case("quantized_matmul F16, any K", _matmul("F16", 0, 1), _matmul_arguments, 168),
+]
+THIN = [
+    Case("thin_matmul Q4_K, one row", _thin("Q4_K", 1), _matmul_arguments, 128),
+    Case("thin_matmul Q6_K, two rows", _thin("Q6_K", 2), _matmul_arguments, 128),
+    Case("thin_matmul Q4_K, four rows", _thin("Q4_K", 4), _matmul_arguments, 168),
+    Case("thin_matmul Q3_K, eight rows", _thin("Q3_K", 8), _matmul_arguments, 255),
 ]
 ATTENTION = [
     Case("attention, 32 channels", _attention(32, 4, False), _attention_arguments, 128),
@@ -135,7 +150,7 @@ def _check(case: Case, ltoir: bytes) -> None:
         assert used.shared <= _SHARED_LIMIT, where
 
 
-@pytest.mark.parametrize("case", [*SMALL, *MATMUL, *ATTENTION], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*SMALL, *MATMUL, *THIN, *ATTENTION], ids=lambda case: case.name)
 def test_kernel_stays_in_registers_and_in_float32(case: Case) -> None:
     """Issue 3, compile-only tests: all architectures, zero spills; int32 * float32 and the like would be float64."""
     ltoir = compile_to_ltoir(case.make(), _types(*case.arguments))

@@ -101,6 +101,11 @@ CASES: list[tuple[str, Callable[[], None], str]] = [
         "causal_attention: window -1, softcap 0.0 and start_pos 2 must not be negative",
     ),
     (
+        "attention: places beyond 32 bits",
+        lambda: attend(A(3, 4, 128), A(1 << 22, 4, 128), A(1 << 22, 4, 128), A(3, 4, 128), start_pos=(1 << 22) - 3),
+        "causal_attention: 3 rows of 4 heads over 4194304 of 4, with 128 channels, are too large for 32-bit places",
+    ),
+    (
         "product: K",
         lambda: quantized_matmul(A(3, 32), weight(5, 64), A(3, 5)),
         "quantized_matmul: x must be contiguous float32 [3, 64], got float32 [3, 32]",

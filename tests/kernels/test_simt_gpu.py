@@ -94,7 +94,16 @@ def test_every_kind_with_every_tile(kind: str, tile: Tile) -> None:
 @pytest.mark.parametrize("k", [1, 3, 4, 12, 17, 36, 577, 1020])
 def test_ragged_k(kind: str, k: int) -> None:
     """Kinds without blocks take any K."""
-    for m, n in [(3, 5), (130, 70)]:
+    for m, n in [(3, 5), (10, 5), (130, 70)]:
+        checks.check_matmul(kind, m, n, k)
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("kind", sorted(PLANES))
+def test_few_rows(kind: str, m: int) -> None:
+    """Every kind and height of the kernel for few rows, N odd, K of one block and of many."""
+    block = max(KINDS[kind].block, 32)
+    for n, k in [(1, block), (77, 5 * block), (1031, 3072)]:
         checks.check_matmul(kind, m, n, k)
 
 

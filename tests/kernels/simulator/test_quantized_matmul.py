@@ -33,7 +33,20 @@ def test_every_tile(tile: Tile) -> None:
     checks.check_matmul("Q4_1", tile.height + 1, tile.width + 3, 64, tile)
 
 
+@pytest.mark.parametrize("kind", sorted(PLANES))
+def test_few_rows(kind: str) -> None:
+    """One row of x, an octet for most threads of a row and none for the others."""
+    checks.check_matmul(kind, 1, 5, max(KINDS[kind].block, 32))
+
+
+@pytest.mark.parametrize("m", [2, 3, 4, 5, 8])
+def test_few_rows_by_their_number(m: int) -> None:
+    """Each height of the kernel, filled and not; more octets than the threads of a row take in one round."""
+    checks.check_matmul("Q4_0", m, 9, 1056)
+
+
+@pytest.mark.parametrize("tile", [None, TILES[-1]], ids=str)
 @pytest.mark.parametrize(("kind", "k"), [("F16", 37), ("F32", 20), ("BF16", 1)])
-def test_ragged_k(kind: str, k: int) -> None:
+def test_ragged_k(kind: str, k: int, tile: Tile | None) -> None:
     """Kinds without blocks take any K."""
-    checks.check_matmul(kind, 2, 5, k)
+    checks.check_matmul(kind, 2, 5, k, tile)
