@@ -12,8 +12,8 @@ from frink_numba.kernels.ptx import Emitter, Register, emitted
 @functools.cache
 def release_stage(cluster: int) -> Any:
     """release(address, lane): the warp is done with a stage; lane i tells block i of the cluster."""
-    # Without a scope of its own: `.release.cluster` would put a memory fence here, slower than the step itself. What is released was only
-    # read, and its reads are complete.
+    # Without a scope of its own: `.release.cluster` would put a memory fence here, slower than the step itself. What
+    # is released was only read, and its reads are complete.
     space = "cluster" if cluster > 1 else "cta"
 
     @emitted(None, "u32", "u32")

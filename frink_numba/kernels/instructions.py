@@ -1,5 +1,4 @@
-"""PTX instructions by name: barriers, the bulk copy engine, fences, and f16x2 arithmetic. Declared with
-`ptx.instruction`.
+"""PTX instructions by name: barriers, the bulk copy engine, fences, flags. Declared with `ptx.instruction`.
 
 Shared-memory addresses are u32 (`ptx.shared_address`), global ones u64.
 """

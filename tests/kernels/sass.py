@@ -33,7 +33,8 @@ def _written(instruction: str) -> set[int]:
     """Registers that an instruction writes: its first operand, and what follows it in wide loads."""
     body = re.sub(r"^@!?U?P\w+\s+", "", instruction)
     opcode, _, operands = body.partition(" ")
-    if body.endswith(":") or opcode.startswith(("ST", "RED", "BAR", "SYNCS", "BRA", "HGMMA", "WARPGROUP", "UT", "CALL", "MEMBAR")):
+    silent = ("ST", "RED", "BAR", "SYNCS", "BRA", "HGMMA", "WARPGROUP", "UT", "CALL", "MEMBAR")
+    if body.endswith(":") or opcode.startswith(silent):
         return set()
     operand = re.match(r"\s*(?:P\w+,\s*)*R(\d+)\b", operands)
     if operand is None:
