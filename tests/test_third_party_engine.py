@@ -17,9 +17,10 @@ EXAMPLE = ROOT / "examples" / "third_party_engine.py"
 
 
 def run(**environment: str) -> list[str]:
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
     done = subprocess.run(
         [sys.executable, "-W", "error", str(EXAMPLE)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
         timeout=300,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from frink_numba.cuda.device import CudaDevice
 from frink_numba.cuda.memory import in_units, layer_bytes
 from frink_numba.cuda.traffic import Traffic
-from frink_numba.cuda.weights import DeviceLayer, upload_layers
+from frink_numba.cuda.weights import DeviceLayer, upload_layer
 from frink_numba.errors import DeviceError
 from frink_numba.layer import Layer
 
@@ -21,10 +21,9 @@ def hold_layers(
     """
     missing = {id(layer): layer for layer in layers if device.bank.find(layer, holder) is None}
     check_room(device, sum(layer_bytes(layer) for layer in missing.values()), scratch)
-    if missing:
-        stream = device.workspace.compute
-        for uploaded in upload_layers(device.runtime, device.launchers, missing.values(), stream, traffic):
-            device.bank.add(uploaded, holder)
+    for layer in missing.values():
+        uploaded = upload_layer(device.runtime, device.launchers, layer, device.workspace.compute, traffic)
+        device.bank.add(uploaded, holder)
     return [device.bank.get(layer) for layer in layers]
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +15,6 @@ from frink_numba.cuda.runtime import Runtime
 from frink_numba.cuda.shapes import LayerShape
 from frink_numba.cuda.traffic import Traffic
 from frink_numba.layer import Layer
-
-_PACKERS = 8  # threads; NumPy lets them run side by side
-_LAYERS_AHEAD = 2  # repacked and not uploaded yet: bounds the host memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,37 +34,13 @@ class DeviceLayer:
         return 1.0 if rope is None else rope.magnitude_scale
 
 
-def upload_layers(
-    runtime: Runtime, launchers: Launchers, layers: Iterable[Layer], stream: Any, traffic: Traffic
-) -> Iterator[DeviceLayer]:
-    """Upload one layer after the other, while threads repack the matrices of the next ones on the host.
-
-    Raises what runtime and launchers raise; the layers answered before stay good.
-    """
-    with ThreadPoolExecutor(max_workers=min(_PACKERS, os.cpu_count() or 1)) as pool:
-        ahead: deque[tuple[Layer, dict[str, Future[np.ndarray]]]] = deque()
-        for layer in layers:
-            ahead.append((layer, {s: pool.submit(launchers.pack, m) for s, m in matrices(layer).items()}))
-            if len(ahead) > _LAYERS_AHEAD:
-                yield upload_layer(runtime, launchers, *ahead.popleft(), stream, traffic)
-        while ahead:
-            yield upload_layer(runtime, launchers, *ahead.popleft(), stream, traffic)
-
-
-def upload_layer(
-    runtime: Runtime,
-    launchers: Launchers,
-    layer: Layer,
-    packed: Mapping[str, Future[np.ndarray]],
-    stream: Any,
-    traffic: Traffic,
-) -> DeviceLayer:
-    """Allocate one block for `layer` and fill it in the order of `stream`; `packed`: its matrices by site."""
+def upload_layer(runtime: Runtime, launchers: Launchers, layer: Layer, stream: Any, traffic: Traffic) -> DeviceLayer:
+    """Allocate one block for `layer` and fill it in the order of `stream`. Raises what runtime and launchers raise."""
     nbytes = layer_bytes(layer)
     carver = Carver(runtime.device_bytes(nbytes))
     placed = {}
     for site, matrix in matrices(layer).items():
-        source = packed[site].result()
+        source = launchers.pack(matrix)
         data = carver.array(source.shape, np.uint8)
         runtime.upload(data, source, stream)
         traffic.weights_up += source.nbytes

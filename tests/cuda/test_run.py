@@ -7,7 +7,7 @@ import pytest
 
 from frink_numba.cuda.run import run_layers, scratch_bytes
 from frink_numba.cuda.traffic import Traffic
-from frink_numba.cuda.weights import upload_layers
+from frink_numba.cuda.weights import upload_layer
 from frink_numba.layer import Layer, RopeLayout
 from tests import reference
 from tests.cuda.fake_gpu import fake_device
@@ -42,7 +42,7 @@ def go(device, layers, hidden, prefixes, start_pos):
     traffic = Traffic()
     with device.working():
         stream = device.workspace.compute
-        resident = list(upload_layers(device.runtime, device.launchers, layers, stream, traffic))
+        resident = [upload_layer(device.runtime, device.launchers, layer, stream, traffic) for layer in layers]
         block = device.workspace.arena.reserve(scratch_bytes(resident, len(hidden), start_pos), 0)
         hidden, rows = run_layers(device, resident, hidden, prefixes, start_pos, block, traffic)
     return hidden, rows, traffic
