@@ -162,7 +162,7 @@ def main() -> int:
     rows = measure(arguments.layers, arguments.prefill, arguments.prefix, arguments.runs)
     for entry in rows:
         print(
-            f"{entry['case']}: {entry['value']} tok/s (best {entry['best']}), products alone {entry['baseline_value']}, "
+            f"{entry['case']}: {entry['value']} tok/s (best {entry['best']}), products {entry['baseline_value']}, "
             f"ratio {entry['ratio']}"
         )
     if arguments.receipt:

@@ -12,6 +12,9 @@ import numpy as np
 from frink_numba.host.scratch import Scratch
 from frink_numba.layer import Activation
 
+# (gate, up, work array, scratch): all of one shape, gate is written
+ActivationFunction: TypeAlias = Callable[[np.ndarray, np.ndarray, np.ndarray, Scratch], None]
+
 _CHUNK = 1 << 15  # elements worked on at once: five passes over them stay in the second-level cache
 
 # exp(x^2) erfc(x) = t * polynomial(t) with t = 1 / (1 + x/2), x >= 0: lowest power first. A Chebyshev fit of degree 8
@@ -22,9 +25,11 @@ _ERFC = (
 )  # fmt: skip
 
 
-def activate(activation: Activation, gate: np.ndarray, up: np.ndarray, scratch: Scratch) -> None:
-    """gate = act(gate) * up, in place; both C-contiguous float32 of one shape."""
-    function = ACTIVATIONS[activation]
+def activate(function: ActivationFunction, gate: np.ndarray, up: np.ndarray, scratch: Scratch) -> None:
+    """gate = act(gate) * up, in place; both C-contiguous float32 of one shape, `function` one of `ACTIVATIONS`."""
+    if gate.size <= _CHUNK:
+        function(gate, up, scratch.array("activation", *gate.shape), scratch)
+        return
     flat_gate, flat_up = gate.reshape(-1), up.reshape(-1)
     for start in range(0, flat_gate.size, _CHUNK):
         g = flat_gate[start : start + _CHUNK]
@@ -62,7 +67,7 @@ def _geglu(g: np.ndarray, u: np.ndarray, t: np.ndarray, scratch: Scratch) -> Non
 
 def _geglu_erf(g: np.ndarray, u: np.ndarray, t: np.ndarray, scratch: Scratch) -> None:
     """0.5 g (1 + erf(g/sqrt(2))) = g (1 - q) where g > 0, else g q, with q = erfc(abs(g)/sqrt(2)) / 2"""
-    q = scratch.array("activation erfc", g.size)
+    q = scratch.array("activation erfc", *g.shape)
     # NumPy has no erf. From the small side erfc keeps its digits, so gelu(g) is right for large negative g too.
     np.abs(g, out=t)
     np.multiply(t, 0.5 / math.sqrt(2), out=t)
@@ -88,9 +93,7 @@ def _reglu_squared(g: np.ndarray, u: np.ndarray, t: np.ndarray, scratch: Scratch
     np.multiply(g, u, out=g)
 
 
-_Function: TypeAlias = Callable[[np.ndarray, np.ndarray, np.ndarray, Scratch], None]
-
-ACTIVATIONS: Mapping[Activation, _Function] = MappingProxyType(
+ACTIVATIONS: Mapping[Activation, ActivationFunction] = MappingProxyType(
     {
         Activation.SWIGLU: _swiglu,
         Activation.GEGLU: _geglu,

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
 from frink_numba.backend import Decline, LayerCache, Run, Serve, Step
 from frink_numba.errors import ShapeError
-from frink_numba.host.body import run_block
+from frink_numba.host.body import attention, feed_forward
 from frink_numba.host.classify import decline_reason
 from frink_numba.host.kv_cache import LayerKV
 from frink_numba.host.prepare import PreparedLayer, prepare
-from frink_numba.host.rope import RopeKey, RopeTable, rope_table
+from frink_numba.host.rope import RopeTable, rope_table
 from frink_numba.host.scratch import Scratch
 from frink_numba.host.weights import WeightStore
+from frink_numba.host.workspace import workspace
 from frink_numba.layer import Layer
 
+_SERVE = Serve()
 _BLOCK = 512  # tokens that go through a layer at once: bounds the work arrays, whatever the batch
 _SCRATCH_BYTES = 256 << 20  # larger work arrays are not kept between runs
 
@@ -32,8 +34,9 @@ class HostBackend:
         self._owns_store = store is None
         self._store = WeightStore() if store is None else store
         self._declines = [decline_reason(layer) for layer in layers]
+        ids: dict[Hashable, int] = {}
         self._layers = [
-            None if reason else prepare(layer, number)
+            None if reason else prepare(layer, number, ids)
             for number, (layer, reason) in enumerate(zip(layers, self._declines, strict=True))
         ]
         self._idle: list[Scratch] = []
@@ -41,13 +44,8 @@ class HostBackend:
 
     def can_serve(self, l: int, step: Step) -> Serve | Decline:  # noqa: E741
         """Serve, or the reason that the layer, the batch or its cache gives."""
-        layer = self._layers[l]
-        if layer is None:
-            return Decline(self._declines[l] or "")
-        if step.batch < 1:
-            return Decline("an empty batch")
-        reason = _cache_reason(step.caches[l], layer, step.start_pos)
-        return Serve() if reason is None else Decline(reason)
+        reason = self._reason(l, step)
+        return _SERVE if reason is None else Decline(reason)
 
     def run(self, l: int, length: int, step: Step) -> Run:  # noqa: E741
         """Run layers l .. l+length-1.
@@ -72,20 +70,28 @@ class HostBackend:
         if self._owns_store:
             self._store.close()
 
+    def _reason(self, l: int, step: Step) -> str | None:  # noqa: E741
+        layer = self._layers[l]
+        if layer is None:
+            return self._declines[l]
+        if step.batch < 1:
+            return "an empty batch"
+        return _cache_reason(step.caches[l], layer, step.start_pos)
+
     def _checked(self, l: int, length: int, step: Step) -> list[PreparedLayer]:  # noqa: E741
         for layer in range(l, l + length):
-            answer = self.can_serve(layer, step)
-            if isinstance(answer, Decline):
-                raise ShapeError(f"the host cannot run layer {layer}: {answer.reason}")
+            reason = self._reason(layer, step)
+            if reason is not None:
+                raise ShapeError(f"the host cannot run layer {layer}: {reason}")
         layers = [layer for layer in self._layers[l : l + length] if layer is not None]
         hidden = step.hidden
-        want = (step.batch, layers[0].hidden)
+        want = (step.batch, layers[0].shape.hidden)
         if hidden is None or hidden.shape != want or hidden.dtype != np.float32:
             got = "none" if hidden is None else f"{hidden.dtype} {list(hidden.shape)}"
             raise ShapeError(f"layer {l} needs a hidden batch float32 {list(want)}, got {got}")
         for other in layers:
-            if other.hidden != want[1]:
-                raise ShapeError(f"layer {other.number} is {other.hidden} wide, layer {l} {want[1]}")
+            if other.shape.hidden != want[1]:
+                raise ShapeError(f"layer {other.number} is {other.shape.hidden} wide, layer {l} {want[1]}")
         return layers
 
     def _take_scratch(self) -> Scratch:
@@ -100,15 +106,16 @@ class HostBackend:
 
 def _cache_reason(cache: LayerCache, layer: PreparedLayer, start: int) -> str | None:
     """Why `cache` does not fit (R12, R13); rows that no query of the step can see may be missing."""
-    want = (layer.n_kv_heads, layer.head_dim, layer.head_dim)
-    if (cache.n_kv_heads, cache.key_dim, cache.value_dim) != want:
+    shape = layer.shape
+    if cache.n_kv_heads != shape.n_kv_heads or cache.key_dim != shape.head_dim or cache.value_dim != shape.head_dim:
         return (
-            f"the cache has {cache.n_kv_heads} heads of {cache.key_dim} and {cache.value_dim}, the layer {want[0]} of "
-            f"{want[1]}"
+            f"the cache has {cache.n_kv_heads} heads of {cache.key_dim} and {cache.value_dim}, the layer "
+            f"{shape.n_kv_heads} of {shape.head_dim}"
         )
-    if cache.positions != start:
-        return f"the cache holds {cache.positions} positions, the step starts at {start}"
-    evicted = cache.positions - cache.rows
+    positions = cache.positions
+    if positions != start:
+        return f"the cache holds {positions} positions, the step starts at {start}"
+    evicted = positions - cache.rows
     window = layer.visibility.window
     if evicted and (not window or evicted > start - window + 1):
         return f"the cache lacks {evicted} evicted rows that the step sees"
@@ -119,26 +126,34 @@ def _run(layers: Sequence[PreparedLayer], l: int, step: Step, store: WeightStore
     assert step.hidden is not None
     batch, start = step.batch, step.start_pos
     edges = [(a, min(a + _BLOCK, batch)) for a in range(0, batch, _BLOCK)]
-    columns = [np.array(step.hidden[a:b].T, order="C") for a, b in edges]
-    tables: dict[tuple[RopeKey, int], RopeTable] = {}
+    blocks = [(a, b, np.array(step.hidden[a:b].T, order="C")) for a, b in edges]
+    tables: dict[tuple[int, int], RopeTable] = {}
     kv_rows = []
     for number, layer in enumerate(layers, l):
-        cache = step.caches[number]
-        before = cache.rows
-        keys, values = _rows_with_tail(cache, batch)
-        for (a, b), x in zip(edges, columns, strict=True):
-            table = None
-            if layer.rope is not None and layer.rope_key is not None:
-                table = tables.get((layer.rope_key, a))
-                if table is None:
-                    table = tables[layer.rope_key, a] = rope_table(layer.rope, start + a, b - a)
-            seen = before + b
-            run_block(layer, x, keys[:seen], values[:seen], start - before, start + a, table, store, scratch)
+        keys, values = _rows_with_tail(step.caches[number], batch)
+        before = keys.shape[0] - batch
+        for a, b, x in blocks:
+            n, at, seen = b - a, start + a, before + b
+            work = workspace(layer.shape, layer.shape_id, n, scratch)
+            table = _table(layer, tables, at, n)
+            k, v = keys[:seen], values[:seen]
+            attention(layer, x, k, v, start - before, at, table, work, store, scratch)
+            feed_forward(layer, x, work, store, scratch)
         kv_rows.append((_as_float32(keys[before:]), _as_float32(values[before:])))
-    hidden = np.empty((batch, layers[-1].hidden), np.float32)
-    for (a, b), x in zip(edges, columns, strict=True):
+    hidden = np.empty((batch, layers[-1].shape.hidden), np.float32)
+    for a, b, x in blocks:
         hidden[a:b] = x.T
     return Run(hidden, kv_rows)
+
+
+def _table(layer: PreparedLayer, tables: dict[tuple[int, int], RopeTable], start: int, n: int) -> RopeTable | None:
+    """The rotation of a block, shared by the step's layers that rotate alike."""
+    if layer.rope is None:
+        return None
+    table = tables.get((layer.rope_id, start))
+    if table is None:
+        table = tables[layer.rope_id, start] = rope_table(layer.rope, start, n)
+    return table
 
 
 def _rows_with_tail(cache: LayerCache, n: int) -> tuple[np.ndarray, np.ndarray]:

@@ -87,8 +87,10 @@ class LayerKV:
 
         CacheError when the positions would pass the context length.
         """
-        rows = self.rows + n
-        if rows > self._k.shape[0] or self.positions + n > self._shared.context_length:
+        shared = self._shared
+        after = shared.positions + n
+        rows = after - self._evicted
+        if rows > self._k.shape[0] or after > shared.context_length:
             self.reserve(n)
         return self._k[:rows], self._v[:rows]
 

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import numpy as np
 
+from frink_numba.host.activation import ACTIVATIONS, ActivationFunction
 from frink_numba.host.attention import Visibility
-from frink_numba.host.rope import RopeKey, rope_key
+from frink_numba.host.rope import rope_key
 from frink_numba.host.weights import Matrices
-from frink_numba.layer import Activation, AttentionSpec, Expert, Layer, Rope
-from frink_numba.quant import QuantMatrix
+from frink_numba.host.workspace import LayerShape
+from frink_numba.layer import AttentionSpec, Expert, Layer, Rope
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedLayer:
-    """What `body.run_block` reads. Vectors are float32 columns [channels, 1]; weights stay quantized."""
+    """What the body reads. Vectors are float32 columns [channels, 1]; weights stay quantized.
+
+    `shape_id` and `rope_id` are equal for layers of equal shape and of equal rotation: enumerations hash slowly.
+    """
 
     number: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    hidden: int
-    ffn: int
+    shape: LayerShape
+    shape_id: int
     eps: float
     post_eps: float
     attn_norm: np.ndarray
@@ -35,33 +37,43 @@ class PreparedLayer:
     k_norm: np.ndarray | None
     norm_after_rope: bool
     rope: Rope | None
-    rope_key: RopeKey | None
+    rope_id: int
     visibility: Visibility
-    output_gate: QuantMatrix | None
+    output_gate: Matrices
     value_norm: np.ndarray | None
-    o: QuantMatrix
+    o: Matrices
     o_scale: np.ndarray | None
     o_bias: np.ndarray | None
-    activation: Activation
+    activation: ActivationFunction
     gate_up: Matrices
     gate_up_bias: np.ndarray | None
-    down: QuantMatrix
+    down: Matrices
     down_scale: np.ndarray | None
     down_bias: np.ndarray | None
 
 
-def prepare(layer: Layer, number: int) -> PreparedLayer:
-    """`layer` is the model's layer `number` (for messages), one that `classify.decline_reason` has nothing against."""
+def prepare(layer: Layer, number: int, ids: dict[Hashable, int]) -> PreparedLayer:
+    """`layer` is the model's layer `number` (for messages), one that `classify.decline_reason` has nothing against.
+
+    `ids` numbers the shapes and rotations met so far; it starts empty and is the same for all layers of a model.
+    """
     spec: AttentionSpec = layer.attention
     expert: Expert = layer.ffn.experts[0]
-    scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-    return PreparedLayer(
-        number=number,
+    rope = spec.rope
+    shape = LayerShape(
+        hidden=layer.hidden_dim,
         n_heads=spec.n_heads,
         n_kv_heads=spec.n_kv_heads,
         head_dim=spec.head_dim,
-        hidden=layer.hidden_dim,
         ffn=expert.gate.rows,
+        rot_dim=0 if rope is None else rope.rot_dim,
+        layout=None if rope is None else rope.layout,
+    )
+    scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+    return PreparedLayer(
+        number=number,
+        shape=shape,
+        shape_id=ids.setdefault(shape, len(ids)),
         eps=layer.norm_eps,
         post_eps=layer.norm_eps if layer.post_norm_eps is None else layer.post_norm_eps,
         attn_norm=_needed_column(layer.attn_norm),
@@ -73,18 +85,18 @@ def prepare(layer: Layer, number: int) -> PreparedLayer:
         q_norm=_head_norm(spec.q_norm, spec.n_heads, spec.head_dim),
         k_norm=_head_norm(spec.k_norm, spec.n_kv_heads, spec.head_dim),
         norm_after_rope=spec.qk_norm_after_rope,
-        rope=spec.rope,
-        rope_key=None if spec.rope is None else rope_key(spec.rope),
+        rope=rope,
+        rope_id=0 if rope is None else ids.setdefault(rope_key(rope), len(ids)),
         visibility=Visibility(scale, spec.window, spec.softcap, _float32(spec.sinks)),
-        output_gate=spec.output_gate,
+        output_gate=() if spec.output_gate is None else (spec.output_gate,),
         value_norm=_column(spec.value_norm),
-        o=spec.o,
+        o=(spec.o,),
         o_scale=_column(spec.o_scale),
         o_bias=_column(spec.o_bias),
-        activation=layer.ffn.activation,
+        activation=ACTIVATIONS[layer.ffn.activation],
         gate_up=(expert.gate, expert.up),
         gate_up_bias=_stack((expert.gate_bias, expert.gate.rows), (expert.up_bias, expert.up.rows)),
-        down=expert.down,
+        down=(expert.down,),
         down_scale=_column(expert.down_scale),
         down_bias=_column(expert.down_bias),
     )

@@ -16,8 +16,7 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray, scr
     """
     channels, n = x.shape[-2:]
     if n == 1 and x.ndim == 2:
-        column = x.reshape(channels)
-        scale = (float(np.dot(column, column)) / channels + eps) ** -0.5
+        scale = (float(np.vdot(x, x)) / channels + eps) ** -0.5
         np.multiply(x, weight, out=out)
         np.multiply(out, scale, out=out)
         return out

@@ -9,18 +9,6 @@ import numpy as np
 from frink_numba.host.scratch import Scratch
 from frink_numba.layer import Rope, RopeLayout
 
-
-class RopeTable(NamedTuple):
-    """What each rotated channel is multiplied by, and what its partner is: float32 [rot_dim, n], magnitude included.
-
-    x becomes x * cos + partner(x) * sin, where `sin` is negative for the first channel of a pair.
-    """
-
-    cos: np.ndarray
-    sin: np.ndarray
-    layout: RopeLayout
-
-
 RopeKey: TypeAlias = tuple[float, int, RopeLayout, float, bytes]
 
 
@@ -28,6 +16,17 @@ def rope_key(rope: Rope) -> RopeKey:
     """Equal for ropes with equal tables: layers share a step's table by it."""
     factors = b"" if rope.freq_factors is None else np.asarray(rope.freq_factors, np.float64).tobytes()
     return rope.theta, rope.rot_dim, rope.layout, rope.magnitude_scale, factors
+
+
+class RopeTable(NamedTuple):
+    """What each rotated channel is multiplied by, and what its partner is, the magnitude included.
+
+    x becomes x * cos + partner(x) * sin, where `sin` is negative for the first channel of a pair. Both are float32
+    with an axis of 2 for the two channels of a pair: NORM [rot_dim/2, 2, n], NEOX [2, rot_dim/2, n].
+    """
+
+    cos: np.ndarray
+    sin: np.ndarray
 
 
 def rope_table(rope: Rope, start: int, n: int) -> RopeTable:
@@ -41,26 +40,32 @@ def rope_table(rope: Rope, start: int, n: int) -> RopeTable:
         frequencies /= rope.freq_factors
     angles = np.outer(frequencies, np.arange(start, start + n, dtype=np.float64))
     cos, sin = rope.magnitude_scale * np.cos(angles), rope.magnitude_scale * np.sin(angles)
-    axis = 0 if rope.layout is RopeLayout.NEOX else 1  # where the two channels of a pair stand side by side
-    shape = (rope.rot_dim, n)
+    axis = _pair_axis(rope.layout)
     return RopeTable(
-        np.stack((cos, cos), axis).astype(np.float32).reshape(shape),
-        np.stack((-sin, sin), axis).astype(np.float32).reshape(shape),
-        rope.layout,
+        np.stack((cos, cos), axis).astype(np.float32),
+        np.stack((-sin, sin), axis).astype(np.float32),
     )
 
 
-def rotate(x: np.ndarray, table: RopeTable, scratch: Scratch) -> None:
-    """Turn the first rot_dim channels of every head of `x` float32 [heads, head_dim, n], in place."""
-    heads, _, n = x.shape
-    cos, sin, layout = table
-    rot_dim = cos.shape[0]
-    rotated = x[:, :rot_dim]
-    # Views with an axis of 2 for the pair; reversed along it, every channel stands where its partner was.
-    split = (2, rot_dim // 2, n) if layout is RopeLayout.NEOX else (rot_dim // 2, 2, n)
-    pairs = rotated.reshape(heads, *split)
-    partners = pairs[:, ::-1] if layout is RopeLayout.NEOX else pairs[:, :, ::-1]
-    turned = scratch.array("rope", heads, rot_dim, n)
-    np.multiply(partners, sin.reshape(split), out=turned.reshape(pairs.shape))
-    np.multiply(rotated, cos, out=rotated)
-    np.add(rotated, turned, out=rotated)
+class Rotation:
+    """Views of heads `x` float32 [heads, head_dim, n] that turn with tables of one width and layout, in place."""
+
+    def __init__(self, x: np.ndarray, rot_dim: int, layout: RopeLayout, scratch: Scratch) -> None:
+        heads, _, n = x.shape
+        split = (2, rot_dim // 2, n) if layout is RopeLayout.NEOX else (rot_dim // 2, 2, n)
+        self._pairs = x[:, :rot_dim].reshape(heads, *split)
+        # Reversed along the axis of the pair, every channel stands where its partner was.
+        self._partners = np.flip(self._pairs, 1 + _pair_axis(layout))
+        self._turned = scratch.array("rope", heads, *split)
+
+    def turn(self, table: RopeTable) -> None:
+        """Rotate the first rot_dim channels of every head."""
+        pairs, turned = self._pairs, self._turned
+        np.multiply(self._partners, table.sin, out=turned)
+        np.multiply(pairs, table.cos, out=pairs)
+        np.add(pairs, turned, out=pairs)
+
+
+def _pair_axis(layout: RopeLayout) -> int:
+    """Where, in a table, the two channels of a pair stand side by side."""
+    return 0 if layout is RopeLayout.NEOX else 1

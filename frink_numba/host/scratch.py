@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Any
+
 import numpy as np
 
 _MOST_VIEWS = 512  # shapes remembered before all are forgotten
@@ -13,6 +16,7 @@ class Scratch:
     def __init__(self) -> None:
         self.buffers: dict[str, np.ndarray] = {}
         self._views: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
+        self.remembered: dict[Hashable, Any] = {}  # whatever holds views of these arrays; emptied when one grows
 
     def array(self, name: str, *shape: int) -> np.ndarray:
         """A C-contiguous float32 array; the next call of the same name gives the same memory."""
@@ -31,8 +35,10 @@ class Scratch:
             buffer = np.empty(size + size // 4, np.float32)
             self._views = {key: view for key, view in self._views.items() if key[0] != name}
             self.buffers[name] = buffer
+            self.remembered.clear()
         if len(self._views) >= _MOST_VIEWS:
             self._views.clear()
+            self.remembered.clear()
         view = buffer[:size].reshape(shape)
         self._views[name, shape] = view
         return view

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -18,6 +18,14 @@ from frink_numba.quant import QuantMatrix
 _BLOCK_BYTES = 16 << 20  # float32 bytes of one row block of a set that is not kept
 
 Matrices: TypeAlias = tuple[QuantMatrix, ...]
+
+
+@dataclass(slots=True)
+class _Kept:
+    """Stacked weights [sum of rows, cols], and when they were last used."""
+
+    weights: np.ndarray
+    last_use: int
 
 
 class WeightStore:
@@ -34,9 +42,10 @@ class WeightStore:
             budget_bytes = settings.get("FRINK_HOST_WEIGHTS")
         self.budget_bytes = machine_memory() // 2 if budget_bytes is None else budget_bytes
         self._lock = threading.Lock()
-        self._sets: OrderedDict[Matrices, np.ndarray] = OrderedDict()  # in the order of their last use
+        self._sets: dict[Matrices, _Kept] = {}
         self._homes: dict[QuantMatrix, Matrices] = {}  # the set that holds a matrix
         self._used = 0
+        self._clock = 0
 
     @property
     def used_bytes(self) -> int:
@@ -86,11 +95,14 @@ class WeightStore:
 
     def _find(self, matrices: Matrices) -> np.ndarray | None:
         """The stacked weights, made if they are not kept yet; None when they exceed the whole budget."""
+        kept = self._sets.get(matrices)
+        if kept is not None:
+            # Without the lock, since every product comes by here: a stamp lost to another thread is but a stale order.
+            self._clock = kept.last_use = self._clock + 1
+            return kept.weights
         with self._lock:
-            stacked = self._sets.get(matrices)
-            if stacked is not None:
-                self._sets.move_to_end(matrices)
-                return stacked
+            if matrices in self._sets:  # by another thread, meanwhile
+                return self._sets[matrices].weights
             need = 4 * _stacked_rows(matrices) * matrices[0].cols
             found = self._part_of_a_set(matrices)
             if found is None:
@@ -104,10 +116,11 @@ class WeightStore:
             if matrix in self._homes:
                 self._drop(self._homes[matrix])
         while self._used + need > self.budget_bytes:
-            self._drop(next(iter(self._sets)))
+            self._drop(min(self._sets, key=lambda matrices: self._sets[matrices].last_use))
         stacked = _dequantize_set(matrices)
         stacked.flags.writeable = False
-        self._sets[matrices] = stacked
+        self._clock += 1
+        self._sets[matrices] = _Kept(stacked, self._clock)
         self._homes.update(dict.fromkeys(matrices, matrices))
         self._used += need
         return stacked
@@ -119,12 +132,13 @@ class WeightStore:
         at = home.index(matrices[0])
         if home[at : at + len(matrices)] != matrices:
             return None
-        self._sets.move_to_end(home)
+        kept = self._sets[home]
+        self._clock = kept.last_use = self._clock + 1
         first = sum(matrix.rows for matrix in home[:at])
-        return self._sets[home][first : first + sum(matrix.rows for matrix in matrices)]
+        return kept.weights[first : first + sum(matrix.rows for matrix in matrices)]
 
     def _drop(self, matrices: Matrices) -> None:
-        self._used -= self._sets.pop(matrices).nbytes
+        self._used -= self._sets.pop(matrices).weights.nbytes
         for matrix in matrices:
             self._homes.pop(matrix, None)
 

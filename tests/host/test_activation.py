@@ -16,7 +16,7 @@ EACH = pytest.mark.parametrize("activation", list(Activation), ids=lambda activa
 def activated(activation: Activation, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     gate = gate.copy()
     with np.errstate(over="ignore"):
-        activate(activation, gate, up, Scratch())
+        activate(ACTIVATIONS[activation], gate, up, Scratch())
     return gate
 
 

@@ -284,9 +284,9 @@ def test_a_run_that_does_not_fit_is_a_named_error() -> None:
         HostBackend(narrow).run(0, 2, Step(narrow, KVCache(narrow, 50), 0, 2, tokens(2)))
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "linear", "rotate", "attend", "activate"])
+@pytest.mark.parametrize("name", ["rms_norm", "linear", "store_rows", "attend", "activate"])
 def test_out_of_memory_at_any_op_leaves_the_step_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault 4: at layer 2 of the second chunk; a retry equals a clean run."""
+    """Fault 4: at the second layer of the second chunk; a retry equals a clean run."""
     from frink_numba.host import body
 
     layers = model()
@@ -300,7 +300,7 @@ def test_out_of_memory_at_any_op_leaves_the_step_as_it_was(name: str, monkeypatc
     def failing(*arguments: object, **named: object) -> object:
         nonlocal calls
         calls += 1
-        if calls > 1 and (name == "rotate" or calls > 5 or name in ("attend", "activate")):
+        if calls > {"rms_norm": 5, "linear": 5, "store_rows": 2, "attend": 1, "activate": 1}[name]:  # in layer 1
             raise MemoryError
         return real(*arguments, **named)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from frink_numba.host.rope import rope_key, rope_table, rotate
+from frink_numba.host.rope import Rotation, rope_key, rope_table
 from frink_numba.host.scratch import Scratch
 from frink_numba.layer import Rope, RopeLayout
 from tests import reference
@@ -16,7 +16,7 @@ LAYOUTS = pytest.mark.parametrize("layout", list(RopeLayout), ids=lambda layout:
 def turned(x: np.ndarray, rope: Rope, start: int) -> np.ndarray:
     """Rows [n, heads, head_dim] through the package's columns."""
     columns = np.array(x.transpose(1, 2, 0), np.float32, order="C")
-    rotate(columns, rope_table(rope, start, x.shape[0]), Scratch())
+    Rotation(columns, rope.rot_dim, rope.layout, Scratch()).turn(rope_table(rope, start, x.shape[0]))
     return columns.transpose(2, 0, 1)
 
 
