@@ -142,6 +142,7 @@ def test_an_empty_batch_launches_nothing() -> None:
 def test_small_outputs_get_small_tiles() -> None:
     large, middle, small = TILES
     assert choose_tile(512, 8192, 132) == large
-    assert choose_tile(512, 1024, 132) == middle
-    assert choose_tile(512, 576, 132) == small
+    assert choose_tile(2048, 3072, 132) == large
+    assert choose_tile(512, 3072, 132) == middle  # 192 of the large tiles would be two rounds of 132
+    assert choose_tile(512, 192, 132) == small
     assert choose_tile(1, 1, 132) == small
