@@ -124,7 +124,7 @@ def quantized_matmul_kernel(kind_name: str, tile: Tile, granule: int) -> Any:
 
 
 def choose_tile(m: int, n: int, multiprocessors: int) -> Tile:
-    """The tile with which the busiest multiprocessor has the fewest instructions to issue; the larger one when equal."""
+    """The tile that gives the busiest multiprocessor the fewest instructions; the larger one when equal."""
 
     def busiest(tile: Tile) -> float:
         tiles = -(-m // tile.height) * -(-n // tile.width)
