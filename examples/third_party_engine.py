@@ -20,7 +20,7 @@ from frink_numba.host.backend import HostBackend
 from frink_numba.layer import Activation, AttentionSpec, Expert, FeedForward, Layer, Rope, RopeLayout
 from frink_numba.quant import QuantMatrix
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN = 32, 4, 2, 8, 48
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN = 16, 2, 1, 8, 24
 
 
 class GrowingCache:

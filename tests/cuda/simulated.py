@@ -20,6 +20,8 @@ from tests.random_layers import LayerOptions
 
 NORM, NEOX = RopeLayout.NORM, RopeLayout.NEOX
 
+SMALL = {"hidden": 20, "heads": 2, "kv_heads": 1, "head_dim": 12, "ffn": 28}
+
 # (name, batch, start_pos, kinds, the two layers)
 CASES = (
     (
@@ -28,8 +30,9 @@ CASES = (
         3,
         ("F32",),
         (
-            LayerOptions(layout=NORM, bias=True, qk_norm="head", window=5),
+            LayerOptions(**SMALL, layout=NORM, bias=True, qk_norm="head", window=5),
             LayerOptions(
+                **SMALL,
                 layout=NEOX,
                 partial=True,
                 factors=True,
@@ -46,8 +49,8 @@ CASES = (
         1,
         ("Q4_0", "Q5_1", "Q8_0", "Q4_1", "Q5_0", "IQ4_NL", "F16"),
         (
-            LayerOptions(hidden=32, heads=3, kv_heads=1, head_dim=32, ffn=64, layout=None, bias=True),
-            LayerOptions(hidden=32, heads=4, kv_heads=2, head_dim=16, ffn=32, layout=NEOX, theta=500.0),
+            LayerOptions(hidden=32, heads=1, kv_heads=1, head_dim=32, ffn=32, layout=None, bias=True),
+            LayerOptions(hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=32, layout=NEOX, theta=500.0),
         ),
     ),
 )
