@@ -213,20 +213,19 @@ def test_a_failed_chunk_leaves_the_cache_at_the_last_whole_one(decoder, monkeypa
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_a_failure_inside_a_layer_leaves_no_trace(decoder, monkeypatch, layer):
     """Fault 4, at each layer of the second chunk."""
-    from frink_numba.host import backend
+    down = decoder.model.layers[layer].ffn.experts[0].down
+    real, calls = WeightStore.product, [0]
 
-    real, calls = backend.run_block, [0]
-
-    def failing(prepared, *arguments):
-        calls[0] += prepared.number == layer
-        real(prepared, *arguments)  # it has written its rows by the time it fails
-        if prepared.number == layer and calls[0] >= 2:
+    def failing(store, x, *matrices, **how):
+        calls[0] += down in matrices
+        if down in matrices and calls[0] == 2:  # the layer's last projection: its K/V rows are written by then
             raise MemoryError("told to fail")
+        return real(store, x, *matrices, **how)
 
     cache, clean_cache = decoder.new_cache(), decoder.new_cache()
     clean = decoder.prefill(TOKENS[:32], clean_cache, chunk_size=16)
     with monkeypatch.context() as patch:
-        patch.setattr(backend, "run_block", failing)
+        patch.setattr(WeightStore, "product", failing)
         with pytest.raises((MemoryError, BackendError), match="told to fail"):  # BackendError: no host in the order
             decoder.prefill(TOKENS[:32], cache, chunk_size=16)
     assert (cache.positions, [kv.rows for kv in cache]) == (16, [16] * 3)
