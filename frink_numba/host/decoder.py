@@ -219,12 +219,13 @@ class Decoder:
                 counts[expert] = counts.get(expert, 0) + 1
 
     def _logits(self, hidden: np.ndarray, out: np.ndarray) -> None:
-        """Final norm and output matrix over `hidden` [n, hidden] into `out` [n, vocab]."""
+        """Final norm and output matrix over `hidden` [n, hidden] into `out` [n, vocab]; NaN and infinity show there."""
         model = self.model
         normed = np.empty_like(hidden)
         weight = model.output_norm[:, None]
-        rms_norm(hidden.T, weight, model.hyper.norm_eps, normed.T, self._scratch)
-        model.weights.matmul(normed, model.output, out=out)
+        with np.errstate(over="ignore", invalid="ignore"):
+            rms_norm(hidden.T, weight, model.hyper.norm_eps, normed.T, self._scratch)
+            model.weights.matmul(normed, model.output, out=out)
 
     def _allocate(self, count: int, logits: str | None, layers: Collection[int]) -> Output:
         output = Output()
