@@ -29,7 +29,7 @@ CHOSEN = " or ".join(
         "(test_rope and (5-3-64 or 7-5-80))",
         "(rope_table and 5-20-3000)",
         "(test_attention and 5-50.0-65-62-9-3 and (80 or 64))",
-        "(every_kind and (Q4_K or Q6_K or Q4_1 or F16))",
+        "(every_kind and (Q4_K or Q6_K or Q4_1))",
         "(ragged_k and F32-17)",
         "(stack_equals and (4-0 or 33-21))",
     )
