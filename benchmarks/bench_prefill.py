@@ -12,7 +12,6 @@ decoder's whole prefill, from token ids to the last logits. The baseline has no 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -219,7 +218,9 @@ def main() -> int:
     if arguments.receipt:
         driver = query_driver()
         machine = driver.devices[0].name if driver.devices and arguments.backend != "host" else cpu_name()
-        command = f"python -m benchmarks.bench_prefill {' '.join(sys.argv[1:])}".strip()
+        command = "python -m benchmarks.bench_prefill " + " ".join(
+            f"--{name} {getattr(arguments, name)}" for name in ("shapes", "tokens", "backend", "runs")
+        )
         write_receipt(arguments.receipt, receipt("prefill", command, rows, machine=machine, driver=driver.version))
     return 0
 
