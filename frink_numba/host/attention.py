@@ -14,6 +14,7 @@ import numpy as np
 
 from frink_numba.host.scratch import Scratch
 
+_FLOAT32 = np.dtype(np.float32)  # compared with at every pass, where a type would have to be looked up
 _COLUMNS = 384  # queries times heads of a group in a block
 _LEAST_QUERIES = 16
 _LEAST_KEYS = 512  # at least as many as queries in a block, so that a query's own key lies in its first block
@@ -52,7 +53,7 @@ def attend(
     n_heads, head_dim, n = q.shape
     n_kv_heads = keys.shape[1]
     group = n_heads // n_kv_heads
-    if n == 1 and keys.dtype == np.float32:
+    if n == 1 and keys.dtype == _FLOAT32:
         low = max(0, start + 1 - rule.window - first) if rule.window else 0
         shape = (n_kv_heads, group, head_dim)
         _attend_one(q.reshape(shape), keys[low:], values[low:], rule, out.reshape(shape), scratch)
@@ -177,7 +178,7 @@ class _Block:
 
     def _rows(self, name: str, rows: np.ndarray, a: int, b: int) -> np.ndarray:
         """Rows a .. b-1 as float32: a view, or a converted copy."""
-        if rows.dtype == np.float32:
+        if rows.dtype == _FLOAT32:
             return rows[a:b]
         converted = self.scratch.array(name, b - a, rows.shape[1])
         converted[...] = rows[a:b]

@@ -19,6 +19,7 @@ from frink_numba.host.weights import WeightStore
 from frink_numba.host.workspace import workspace
 from frink_numba.layer import Layer
 
+_FLOAT32 = np.dtype(np.float32)
 _SERVE = Serve()
 _BLOCK = 512  # tokens that go through a layer at once: bounds the work arrays, whatever the batch
 _SCRATCH_BYTES = 256 << 20  # larger work arrays are not kept between runs
@@ -169,4 +170,4 @@ def _rows_with_tail(cache: LayerCache, n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _as_float32(rows: np.ndarray) -> np.ndarray:
-    return rows if rows.dtype == np.float32 else rows.astype(np.float32)
+    return rows if rows.dtype == _FLOAT32 else rows.astype(np.float32)

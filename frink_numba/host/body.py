@@ -42,11 +42,11 @@ def attention(
     n = x.shape[1]
     normed = rms_norm(x, layer.attn_norm, layer.eps, work.normed, scratch)
     linear(store, normed, layer.qkv, work.qkv, bias=layer.qkv_bias)
-    if not layer.norm_after_rope:
+    if layer.norms_before_rope:
         _head_norms(layer, work, scratch)
     if work.rotation is not None and table is not None:
         work.rotation.turn(table)
-    if layer.norm_after_rope:
+    if layer.norms_after_rope:
         _head_norms(layer, work, scratch)
 
     store_rows(work.k_rows, keys[-n:], layer.number)

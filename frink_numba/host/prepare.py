@@ -35,7 +35,8 @@ class PreparedLayer:
     qkv_bias: np.ndarray | None
     q_norm: np.ndarray | None  # [heads, head_dim, 1] or [1, head_dim, 1] per head, [heads*head_dim, 1] whole
     k_norm: np.ndarray | None
-    norm_after_rope: bool
+    norms_before_rope: bool
+    norms_after_rope: bool
     rope: Rope | None
     rope_id: int
     visibility: Visibility
@@ -69,6 +70,7 @@ def prepare(layer: Layer, number: int, ids: dict[Hashable, int]) -> PreparedLaye
         rot_dim=0 if rope is None else rope.rot_dim,
         layout=None if rope is None else rope.layout,
     )
+    has_norms = spec.q_norm is not None or spec.k_norm is not None
     scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
     return PreparedLayer(
         number=number,
@@ -84,7 +86,8 @@ def prepare(layer: Layer, number: int, ids: dict[Hashable, int]) -> PreparedLaye
         qkv_bias=_stack((spec.q_bias, spec.q.rows), (spec.k_bias, spec.k.rows), (spec.v_bias, spec.v.rows)),
         q_norm=_head_norm(spec.q_norm, spec.n_heads, spec.head_dim),
         k_norm=_head_norm(spec.k_norm, spec.n_kv_heads, spec.head_dim),
-        norm_after_rope=spec.qk_norm_after_rope,
+        norms_before_rope=has_norms and not spec.qk_norm_after_rope,
+        norms_after_rope=has_norms and spec.qk_norm_after_rope,
         rope=rope,
         rope_id=0 if rope is None else ids.setdefault(rope_key(rope), len(ids)),
         visibility=Visibility(scale, spec.window, spec.softcap, _float32(spec.sinks)),

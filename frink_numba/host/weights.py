@@ -62,9 +62,13 @@ class WeightStore:
 
     def product(self, x: np.ndarray, *matrices: QuantMatrix, out: np.ndarray) -> np.ndarray:
         """out = W x for columns `x` [cols, n], `out` [sum of rows, n], both C-contiguous float32."""
-        kept = self._find(matrices)
-        if kept is not None:
-            return np.dot(kept, x, out=out)
+        kept = self._sets.get(matrices)
+        if kept is not None:  # as in `_find`, without the call
+            self._clock = kept.last_use = self._clock + 1
+            return np.dot(kept.weights, x, out)
+        weights = self._find(matrices)
+        if weights is not None:
+            return np.dot(weights, x, out)
         for first, weights in _row_blocks(matrices):
             np.dot(weights, x, out=out[first : first + weights.shape[0]])
         return out
