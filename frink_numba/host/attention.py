@@ -54,9 +54,11 @@ def attend(
     n_kv_heads = keys.shape[1]
     group = n_heads // n_kv_heads
     if n == 1 and keys.dtype == _FLOAT32:
-        low = max(0, start + 1 - rule.window - first) if rule.window else 0
+        if rule.window:
+            low = max(0, start + 1 - rule.window - first)
+            keys, values = keys[low:], values[low:]
         shape = (n_kv_heads, group, head_dim)
-        _attend_one(q.reshape(shape), keys[low:], values[low:], rule, out.reshape(shape), scratch)
+        _attend_one(q.reshape(shape), keys, values, rule, out.reshape(shape), scratch)
         return
     step = min(n, max(_LEAST_QUERIES, _COLUMNS // group))
     for kv_head in range(n_kv_heads):
@@ -74,7 +76,10 @@ def _attend_one(
     n_kv_heads, group, _ = q.shape
     scores = scratch.array("scores", n_kv_heads, group, keys.shape[0])
     np.multiply(q, rule.scale / rule.softcap if rule.softcap else rule.scale, out=q)
-    _one_query_scores(q, keys, scores)
+    if keys.shape[0] <= _ONE_QUERY_KEYS:
+        np.matmul(q, keys.transpose(1, 2, 0), out=scores)
+    else:
+        _one_query_scores(q, keys, scores)
     if rule.softcap:
         np.tanh(scores, out=scores)
         np.multiply(scores, rule.softcap, out=scores)

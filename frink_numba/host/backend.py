@@ -131,16 +131,16 @@ def _run(layers: Sequence[PreparedLayer], l: int, step: Step, store: WeightStore
     tables: dict[tuple[int, int], RopeTable] = {}
     kv_rows = []
     for number, layer in enumerate(layers, l):
-        keys, values = _rows_with_tail(step.caches[number], batch)
+        keys, values, tail_k, tail_v = _rows_with_tail(step.caches[number], batch)
         before = keys.shape[0] - batch
+        first = start - before
         for a, b, x in blocks:
-            n, at, seen = b - a, start + a, before + b
-            work = workspace(layer.shape, layer.shape_id, n, scratch)
-            table = _table(layer, tables, at, n)
-            k, v = keys[:seen], values[:seen]
-            attention(layer, x, k, v, start - before, at, table, work, store, scratch)
+            work = workspace(layer.shape, layer.shape_id, b - a, scratch)
+            table = _table(layer, tables, start + a, b - a)
+            seen = before + b
+            attention(layer, x, keys[:seen], values[:seen], first, start + a, table, work, store, scratch)
             feed_forward(layer, x, work, store, scratch)
-        kv_rows.append((_as_float32(keys[before:]), _as_float32(values[before:])))
+        kv_rows.append((_as_float32(tail_k), _as_float32(tail_v)))
     hidden = np.empty((batch, layers[-1].shape.hidden), np.float32)
     for a, b, x in blocks:
         hidden[a:b] = x.T
@@ -157,8 +157,8 @@ def _table(layer: PreparedLayer, tables: dict[tuple[int, int], RopeTable], start
     return table
 
 
-def _rows_with_tail(cache: LayerCache, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """K and V [rows + n, heads, width]: the cache's own memory where it offers a tail, else a copy."""
+def _rows_with_tail(cache: LayerCache, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """K and V [rows + n, heads, width] and their last n rows: the cache's memory where it has a tail, else a copy."""
     if isinstance(cache, LayerKV):
         return cache.with_tail(n)
     longer = []
@@ -166,7 +166,8 @@ def _rows_with_tail(cache: LayerCache, n: int) -> tuple[np.ndarray, np.ndarray]:
         rows = np.empty((prefix.shape[0] + n, *prefix.shape[1:]), prefix.dtype)
         rows[: prefix.shape[0]] = prefix
         longer.append(rows)
-    return longer[0], longer[1]
+    k, v = longer
+    return k, v, k[k.shape[0] - n :], v[v.shape[0] - n :]
 
 
 def _as_float32(rows: np.ndarray) -> np.ndarray:

@@ -49,6 +49,7 @@ class LayerKV:
         self._evicted = 0
         self._evictions = 0
         self._k, self._v = self._allocate(0)
+        self._lent: tuple[int, np.ndarray, np.ndarray] | None = None  # first row, and the tail given out last
 
     @property
     def positions(self) -> int:
@@ -79,20 +80,22 @@ class LayerKV:
 
     def tail(self, n: int) -> tuple[np.ndarray, np.ndarray]:
         """Writable views of the `n` rows after the last. They do not count until a push; the next tail reuses them."""
-        k, v = self.with_tail(n)
-        return k[self.rows :], v[self.rows :]
+        return self.with_tail(n)[2:]
 
-    def with_tail(self, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Writable views of K and V with `n` more rows than there are: the prefix, to be read only, and the tail.
+    def with_tail(self, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """(K, V, tail K, tail V): K and V with `n` more rows than there are, to be read only, and `tail`.
 
         CacheError when the positions would pass the context length.
         """
         shared = self._shared
-        after = shared.positions + n
-        rows = after - self._evicted
-        if rows > self._k.shape[0] or after > shared.context_length:
+        first = shared.positions - self._evicted
+        end = first + n
+        if n < 0 or end > self._k.shape[0] or shared.positions + n > shared.context_length:
             self.reserve(n)
-        return self._k[:rows], self._v[:rows]
+        k, v = self._k[:end], self._v[:end]
+        tail_k, tail_v = k[first:], v[first:]
+        self._lent = first, tail_k, tail_v
+        return k, v, tail_k, tail_v
 
     def reserve(self, n: int) -> None:
         """Room for `n` more rows: capacity doubles, up to the context length. Rows and counts stay as they are."""
@@ -105,6 +108,7 @@ class LayerKV:
         k[: self.rows] = self._k[: self.rows]
         v[: self.rows] = self._v[: self.rows]
         self._k, self._v = k, v
+        self._lent = None
 
     def check_rows(self, k: np.ndarray, v: np.ndarray, n: int) -> None:
         """CacheError, naming the layer and the shapes, unless K and V are `n` rows of this layer's widths."""
@@ -120,6 +124,9 @@ class LayerKV:
 
     def write_tail(self, k: np.ndarray, v: np.ndarray) -> None:
         """Copy rows [n, heads, width] behind the last ones, uncounted. CacheError when float16 cannot hold a value."""
+        lent = self._lent
+        if lent is not None and k is lent[1] and v is lent[2] and lent[0] == self.rows:
+            return  # the tail itself: its rows were written in place
         tail_k, tail_v = self.tail(k.shape[0])
         store_rows(k, tail_k, self.index)
         store_rows(v, tail_v, self.index)
@@ -141,6 +148,7 @@ class LayerKV:
     def adopt(self, buffers: tuple[np.ndarray, np.ndarray], evicted: int) -> None:
         """Take `buffers`, which lack `evicted` rows of those held."""
         self._k, self._v = buffers
+        self._lent = None
         self._evicted += evicted
         self._evictions += 1
 

@@ -95,6 +95,28 @@ def test_what_is_written_to_the_tail_counts_after_a_push() -> None:
             np.testing.assert_array_equal(kept[2:], part)
 
 
+def test_a_tail_is_copied_once_it_is_not_the_tail_any_more() -> None:
+    """A tail given out before the rows moved: pushed later, its rows land where the tail is now."""
+    cache = KVCache(layers(0), 100)
+    cache.push(draw(cache, 10))
+    tail = cache[0].tail(2)
+    source = draw(cache, 2, 1)[0]
+    for part in (0, 1):
+        tail[part][...] = source[part]
+    cache.truncate(3)
+    cache.push([tail])
+    assert cache.positions == 5
+    for part in (0, 1):
+        np.testing.assert_array_equal(cache[0].prefix()[part][3:], source[part])
+    tail = cache[0].tail(2)
+    for part in (0, 1):
+        tail[part][...] = source[part]
+    cache[0].reserve(90)  # moves to a larger buffer
+    cache.push([tail])
+    for part in (0, 1):
+        np.testing.assert_array_equal(cache[0].prefix()[part][5:], source[part])
+
+
 def test_a_tail_left_unpushed_is_forgotten() -> None:
     """Fault 3: the counts have one owner, so a tail that nobody pushed does not shift the next rows."""
     cache = KVCache(layers(0), 100)
