@@ -96,7 +96,7 @@ class TensorCoreMatmul:
                 self._launches.popitem(last=False)
         else:
             self._launches.move_to_end(key)
-        handle = int(stream.handle.value or 0) if hasattr(stream, "handle") else int(stream)
+        handle = int(getattr(stream, "handle", stream))
         made[0](handle)
         made[1](handle)
 
