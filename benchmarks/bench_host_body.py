@@ -1,6 +1,6 @@
 """Where the host body's time goes: synthetic layers of SmolLM2's shapes, against the products alone.
 
-    python -m benchmarks.bench_host_body [--layers 30] [--prefill 512] [--prefix 128] [--runs 5] [--receipt PATH]
+    python -m benchmarks.bench_host_body [--layers 30] [--prefill 512] [--prefix 128] [--runs 7] [--receipt PATH]
 
 The floor is the same run's matrix products and nothing else: what NumPy's BLAS allows on this machine at this moment.
 """
@@ -8,7 +8,6 @@ The floor is the same run's matrix products and nothing else: what NumPy's BLAS 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -23,6 +22,7 @@ from frink_numba.host.kv_cache import KVCache
 from frink_numba.host.weights import WeightStore
 from frink_numba.layer import Activation, AttentionSpec, Expert, FeedForward, Layer, Rope, RopeLayout
 from frink_numba.quant import KINDS, QuantMatrix
+from frink_numba.receipt import Row, cpu_name, receipt, write_receipt
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 576, 1536, 9, 3, 64, 49152
 
@@ -92,61 +92,52 @@ class Model:
         return run
 
 
-def seconds(call: Callable[[], object], runs: int) -> list[float]:
-    """Durations, sorted, of `runs` calls after one to warm up."""
-    call()
-    took = []
-    for _ in range(runs):
-        start = time.perf_counter()
+def rates(tokens: int, step: Callable[[], object], products: Callable[[], object], runs: int) -> list[list[float]]:
+    """Tokens per second of `step` and of `products`, in turns, so that both meet the machine in the same state."""
+    calls = (step, products)
+    for call in calls:
         call()
-        took.append(time.perf_counter() - start)
-    return sorted(took)
+    samples: list[list[float]] = [[], []]
+    for _ in range(runs):
+        for call, taken in zip(calls, samples, strict=True):
+            start = time.perf_counter()
+            call()
+            taken.append(tokens / (time.perf_counter() - start))
+    return samples
 
 
-def row(case: str, tokens: int, took: list[float], floor: list[float]) -> dict[str, object]:
-    """A receipt's row: tokens per second, and the products alone as the baseline."""
-    value, limit = tokens / statistics.median(took), tokens / statistics.median(floor)
-    return {
-        "case": case,
-        "metric": "tok/s",
-        "value": round(value, 1),
-        "best": round(tokens / took[0], 1),
-        "p20": round(tokens / took[len(took) * 4 // 5], 1),
-        "p80": round(tokens / took[len(took) // 5], 1),
-        "runs": len(took),
-        "backend": "host",
-        "baseline": "the matrix products alone",
-        "baseline_value": round(limit, 1),
-        "ratio": round(value / limit, 3),
-    }
-
-
-def measure(layers: int, prefill: int, prefix: int, runs: int) -> list[dict[str, object]]:
-    """Rows of prefill and decode; floors are measured between the runs they belong to."""
+def measure(layers: int, prefill: int, prefix: int, runs: int) -> list[Row]:
+    """One row of prefill and one of decode, each with the products alone as its baseline."""
     model = Model(layers)
     rng = np.random.default_rng(2)
-    cache = KVCache(model.layers, 8192)
-    batch = rng.standard_normal((prefill, HIDDEN), dtype=np.float32)
-    one = rng.standard_normal((1, HIDDEN), dtype=np.float32)
+    cache = KVCache(model.layers, prefill + prefix + 16)
 
-    def run_prefill() -> None:
-        cache.truncate(0)
-        model.step(cache, batch)
+    def hidden(n: int) -> np.ndarray:
+        return rng.standard_normal((n, HIDDEN), dtype=np.float32)
 
-    def run_decode() -> None:
-        cache.truncate(prefix)
-        for _ in range(16):
-            model.step(cache, one)
+    def run_from(position: int, batch: np.ndarray, steps: int) -> None:
+        cache.truncate(position)
+        for _ in range(steps):
+            model.step(cache, batch)
 
-    rows = []
-    floor = seconds(model.products(prefill), runs)
-    rows.append(row(f"SmolLM2-135M shapes, {layers} layers, pp{prefill}", prefill, seconds(run_prefill, runs), floor))
+    def row(case: str, tokens: int, step: Callable[[], object], products: Callable[[], object]) -> Row:
+        taken, limit = rates(tokens, step, products, runs)
+        return Row.from_samples(
+            f"SmolLM2-135M shapes, {layers} layers, {case}",
+            "tok/s",
+            taken,
+            "host",
+            baseline="its matrix products alone",
+            baseline_value=statistics.median(limit),
+        )
+
+    batch, one = hidden(prefill), hidden(1)
+    rows = [row(f"pp{prefill}", prefill, lambda: run_from(0, batch, 1), model.products(prefill))]
     cache.truncate(0)
-    model.step(cache, rng.standard_normal((prefix, HIDDEN), dtype=np.float32))
+    model.step(cache, hidden(prefix))
     products = model.products(1)
-    floor = seconds(lambda: [products() for _ in range(16)], runs)
-    case = f"SmolLM2-135M shapes, {layers} layers, tg16 after {prefix}"
-    rows.append(row(case, 16, seconds(run_decode, runs), floor))
+    case = f"tg16 after {prefix}"
+    rows.append(row(case, 16, lambda: run_from(prefix, one, 16), lambda: [products() for _ in range(16)]))
     return rows
 
 
@@ -156,23 +147,18 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--prefill", type=int, default=512)
     parser.add_argument("--prefix", type=int, default=128)
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--receipt", type=Path)
     arguments = parser.parse_args()
     rows = measure(arguments.layers, arguments.prefill, arguments.prefix, arguments.runs)
     for entry in rows:
         print(
-            f"{entry['case']}: {entry['value']} tok/s (best {entry['best']}), products {entry['baseline_value']}, "
-            f"ratio {entry['ratio']}"
+            f"{entry.case}: {entry.value:.1f} tok/s ({entry.p20:.1f} to {entry.p80:.1f}), "
+            f"products alone {entry.baseline_value:.1f}, ratio {entry.ratio:.3f}"
         )
     if arguments.receipt:
-        receipt = {
-            "benchmark": "host_body",
-            "date": time.strftime("%Y-%m-%d"),
-            "command": f"python -m benchmarks.bench_host_body {' '.join(sys.argv[1:])}".strip(),
-            "rows": rows,
-        }
-        arguments.receipt.write_text(json.dumps(receipt, indent=1) + "\n")
+        command = f"python -m benchmarks.bench_host_body {' '.join(sys.argv[1:])}".strip()
+        write_receipt(arguments.receipt, receipt("host_body", command, rows, machine=cpu_name()))
     return 0
 
 
