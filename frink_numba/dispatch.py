@@ -97,7 +97,7 @@ class Dispatcher:
                 continue
             result.hidden = run.hidden
             result.kv_rows += run.kv_rows
-            result.experts += [tuple(used) for used in run.experts] if run.experts is not None else [(0,)] * length
+            result.experts += [tuple(map(int, used)) for used in run.experts or [(0,)] * length]
             result.served.append(Served(backend.name, l, length))
             l += length  # noqa: E741
             if l - 1 in step.hidden_after:
@@ -150,9 +150,7 @@ class Dispatcher:
         hidden: np.ndarray,
     ) -> tuple[Run | None, str]:
         """The run, checked; or None and why. What a backend gets to see cannot be written to."""
-        shown = hidden.view()
-        shown.flags.writeable = False
-        step = replace(step, hidden=shown)
+        step = replace(step, hidden=_read_only(hidden))
         if backend.name == HOST:
             run = backend.run(l, length, step)
             _check_run(run, self.layers, l, length, step)
@@ -180,12 +178,22 @@ def _ask(backend: Backend, l: int, step: Step) -> Serve | Decline:  # noqa: E741
     if backend.name == HOST:
         return backend.can_serve(l, step)
     try:
-        answer = backend.can_serve(l, step)
+        answer = backend.can_serve(l, replace(step))
     except Exception as error:  # a plugin may raise anything
         return Decline(f"can_serve failed: {describe(error)}")
-    if isinstance(answer, Serve | Decline):
+    if isinstance(answer, Serve) and isinstance(answer.note, str):
+        return answer
+    if isinstance(answer, Decline) and isinstance(answer.reason, str):
         return answer
     return Decline(f"can_serve answered {type(answer).__name__} instead of Serve or Decline")
+
+
+def _read_only(hidden: np.ndarray) -> np.ndarray:
+    """A view of `hidden` that no backend can make writable again: the memory's owner is locked with it."""
+    owner = hidden.base if isinstance(hidden.base, np.ndarray) else hidden
+    owner.flags.writeable = False
+    hidden.flags.writeable = False
+    return hidden.view()
 
 
 def _say_declines(verdicts: Sequence[_Verdict], said: Sequence[tuple[str, str]]) -> None:
@@ -217,6 +225,8 @@ def _check_run(run: Run | None, layers: Sequence[Layer], l: int, length: int, st
         raise ShapeError(
             f"it answered a hidden batch of {hidden.dtype} {list(hidden.shape)}, not {list(step.hidden.shape)}"
         )
+    if run.experts is not None and not all(isinstance(int(e), int) for used in run.experts for e in used):
+        raise ShapeError("it names experts that are no numbers")
     if len(run.kv_rows) != length or (run.experts is not None and len(run.experts) != length):
         raise ShapeError(f"it answered K/V rows or experts for {len(run.kv_rows)} layers, not {length}")
     for layer, (k, v) in enumerate(run.kv_rows, l):
@@ -225,3 +235,5 @@ def _check_run(run: Run | None, layers: Sequence[Layer], l: int, length: int, st
         want_v = (step.batch, cache.n_kv_heads, cache.value_dim)
         if k.shape != want_k or v.shape != want_v:
             raise ShapeError(f"layer {layer}: K/V rows of {list(k.shape)} and {list(v.shape)}, not {list(want_k)}")
+        if any(rows.dtype not in (np.float32, np.float16) for rows in (k, v)):
+            raise ShapeError(f"layer {layer}: K/V rows of {k.dtype} and {v.dtype}, not float32")

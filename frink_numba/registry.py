@@ -68,6 +68,8 @@ def register_backend(name: str, factory: Factory, *, priority: int = PLUGIN_PRIO
         raise BackendError(f"backend name {name!r} is reserved; choose another")
     if not callable(factory):
         raise BackendError(f"backend {name!r}: the factory is a {type(factory).__name__}, not something to call")
+    if not isinstance(priority, int):
+        raise BackendError(f"backend {name!r}: priority {priority!r} is not a whole number")
     _read_entry_points()
     with _lock:
         if name in _registered and not replace:
@@ -217,12 +219,17 @@ def _create(name: str, layers: Sequence[Layer], host: Factory | None) -> Backend
     for attribute in ("name", "can_serve", "run", "close"):
         if not hasattr(backend, attribute):
             raise BackendUnavailable(f"its factory made a {type(backend).__name__}, which has no {attribute!r}")
+    if not isinstance(backend.name, str) or backend.name == HOST:
+        raise BackendUnavailable(f"it calls itself {backend.name!r}; a backend's name is a text other than 'host'")
     return backend
 
 
 def describe(error: BaseException) -> str:
     """An error as one line: our own by their message, others with their type."""
-    text = " ".join(str(error).split())
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # a plugin's error may fail to say what it is
+        text = ""
     if isinstance(error, FrinkError) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from frink_numba import log, registry
-from frink_numba.backend import Run, Serve
+from frink_numba.backend import Decline, Run, Serve
 from frink_numba.dispatch import Dispatcher
 from frink_numba.errors import BackendError, ShapeError
 from tests.fakes import HEAD_DIM, HEADS, FakeBackend, make_step
@@ -132,7 +132,9 @@ def test_a_failed_run_goes_to_the_next_in_the_order_and_is_reported_once(caplog:
     ]
 
 
-@pytest.mark.parametrize("fault", ["hidden", "dtype", "rows", "missing", "answer"])
+@pytest.mark.parametrize(
+    "fault", ["hidden", "dtype", "rows", "row dtype", "missing", "experts", "nested experts", "answer"]
+)
 def test_a_run_of_the_wrong_shape_counts_as_a_failure(fault: str):
     """B2: a plugin that answers nonsense never reaches the caller."""
     step = make_step(2)
@@ -147,8 +149,14 @@ def test_a_run_of_the_wrong_shape_counts_as_a_failure(fault: str):
             answer.hidden = answer.hidden.astype(np.float64)
         elif fault == "rows":
             answer.kv_rows[1] = (np.zeros((step.batch, HEADS, HEAD_DIM + 1), np.float32), answer.kv_rows[1][1])
+        elif fault == "row dtype":
+            answer.kv_rows[1] = tuple(rows.astype(np.float64) for rows in answer.kv_rows[1])
         elif fault == "missing":
             answer.kv_rows.pop()
+        elif fault == "experts":
+            answer.experts = [0] * length
+        elif fault == "nested experts":
+            answer.experts = [[[0]]] * length
         else:
             return "done"
         return answer
@@ -173,7 +181,27 @@ def test_a_backend_cannot_write_to_the_hidden_batch_it_is_shown():
     np.testing.assert_array_equal(step.hidden, before)
 
 
-@pytest.mark.parametrize("answer", [ValueError("no idea"), True, None])
+def test_a_backend_cannot_make_the_hidden_batch_writable_again():
+    """R21: neither through the flag nor through the array that owns the memory."""
+    step = make_step(2)
+    before = step.hidden.copy()
+    rude, host = FakeBackend("rude", range(2)), FakeBackend("host", range(2))
+
+    def by_flag(l, length, step):  # noqa: E741
+        step.hidden.flags.writeable = True
+        step.hidden[...] = 7
+
+    def by_owner(l, length, step):  # noqa: E741
+        step.hidden.base[...] = 7
+
+    d = dispatcher(step, rude, host=host)
+    for run in (by_flag, by_owner):
+        rude.run = run  # type: ignore[method-assign]
+        np.testing.assert_array_equal(d.run(step).hidden, before + np.float32(2))
+        np.testing.assert_array_equal(step.hidden, before)
+
+
+@pytest.mark.parametrize("answer", [ValueError("no idea"), True, None, Decline(["a"])])  # type: ignore[arg-type]
 def test_a_misbehaving_can_serve_is_a_decline_with_its_reason(answer: object):
     """B2: an exception or a wrong answer is said in the plan, and the host serves."""
     step = make_step(2)

@@ -67,7 +67,7 @@ def test_bytes_of_the_file(name: str) -> None:
     assert matrix.nbytes <= packed.nbytes <= 1.02 * matrix.nbytes
 
 
-@pytest.mark.parametrize("kind", FRAGMENT_KINDS.values(), ids=str)
+@pytest.mark.parametrize("kind", FRAGMENT_KINDS.values(), ids=lambda kind: kind.name)
 def test_vectors_are_aligned(kind: object) -> None:
     """Bulk copies move multiples of 16 bytes from and to multiples of 16; so do vector loads."""
     from frink_numba.kernels.gemm_kinds import FragmentKind
