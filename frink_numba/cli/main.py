@@ -99,6 +99,8 @@ def _report(error: Exception) -> None:
         traceback.print_exception(error)
         return
     text = " ".join(str(error).split())
+    # A hostile file's names must not reach the terminal as escape sequences.
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
     if isinstance(error, FrinkError):
         message = text or type(error).__name__
     elif isinstance(error, MemoryError):

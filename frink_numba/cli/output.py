@@ -40,7 +40,10 @@ def write_table(
         table.add_row(*(str(cell) for cell in row))
     # Piped to a file or a pager, a table is not squeezed into 80 columns.
     width = None if sys.stdout.isatty() else 160
-    Console(width=width, markup=False, emoji=False, highlight=False).print(table)
+    console = Console(width=width, markup=False, emoji=False, highlight=False)
+    with console.capture() as drawn:
+        console.print(table)
+    write_text(drawn.get())  # rich itself would hide a reader that left, and stop at a character stdout cannot spell
 
 
 def log_to_stderr() -> None:

@@ -242,6 +242,9 @@ class KVCache(Sequence[LayerKV]):
 
     def truncate(self, n: int) -> None:
         """Forget all positions from `n` on; CacheError when evicted rows would be missed. Buffers are kept."""
+        if isinstance(n, bool) or not hasattr(n, "__index__"):
+            raise CacheError(f"cannot truncate a cache to {n!r} positions: expected an integer")
+        n = n.__index__()
         if not 0 <= n <= self.positions:
             raise CacheError(f"cannot truncate a cache of {self.positions} positions to {n}")
         if n == self.positions:

@@ -383,3 +383,12 @@ def test_it_says_what_it_is() -> None:
     cache.push(draw(cache, 3))
     assert repr(cache) == "<KVCache of 2 layers, 3 of 100 positions, float16>"
     assert [layer.index for layer in cache[:1]] == [0]
+
+
+@pytest.mark.parametrize("n", [0.5, True, "1", None])
+def test_truncate_takes_integers_alone(n):
+    """A position that is no integer would spoil the counts of every layer."""
+    cache = KVCache([], 8)
+    with pytest.raises(CacheError, match="expected an integer"):
+        cache.truncate(n)
+    assert cache.positions == 0
