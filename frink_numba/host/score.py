@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from frink_numba.errors import PromptError
+from frink_numba.errors import FrinkError, PromptError
 
 if TYPE_CHECKING:
     from frink_numba.host.decoder import Decoder
@@ -45,6 +45,8 @@ def token_log_probabilities(
             logits = decoder.prefill(tokens[first:last], cache, logits="all").logits
             assert logits is not None  # "all" was asked for
             scores[fresh:last] = log_softmax_at(logits[fresh - first :], tokens[fresh + 1 : last + 1])
+            if not np.isfinite(scores[fresh:last]).all():
+                raise FrinkError("the model's logits are not finite: its weights are damaged, or beyond float32")
             if progress:
                 progress(last, inputs)
         scored = stop

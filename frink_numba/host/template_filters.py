@@ -27,7 +27,7 @@ _BLANKS = "".join(chr(code) for code in range(0x3001) if chr(code).isspace())  #
 
 # jinja's own filters that make no more than they take.
 _MODEST = (
-    *("abs", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "int"),
+    *("abs", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float"),
     *("items", "last", "length", "lower", "map", "max", "min", "reject", "rejectattr", "reverse", "safe"),
     *("select", "selectattr", "title", "trim", "unique", "upper"),
 )
@@ -173,6 +173,13 @@ def charge_replace(text: str, old: str, new: str) -> None:
     current.get().charge(len(text) + text.count(old) * len(new))
 
 
+def _int(value: Any, default: int = 0, base: int = 10) -> int:
+    """A whole number of at most 64 characters: arithmetic on longer ones runs where no budget is looked at."""
+    if isinstance(value, str) and len(value) > 64:
+        raise SecurityError("a whole number has at most 64 characters")
+    return filters.do_int(value, default, base)
+
+
 def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
     margin = width if isinstance(width, str) else " " * _small(width, "the width of indent")
     current.get().charge(len(s) + (len(s.splitlines()) + 1) * len(margin))
@@ -248,6 +255,7 @@ def all_filters() -> dict[str, Callable[..., Any]]:
     """The filters of a chat template, by name, and the sandbox's own: `joined`, `paid` and `weighed`."""
     own: dict[str, Callable[..., Any]] = {
         "indent": _indent,
+        "int": _int,
         "join": _join,
         "replace": _replace,
         "round": _round,

@@ -202,3 +202,11 @@ def test_honest_uses_of_what_is_bounded() -> None:
     assert render("{% for x in [1, [2, [3]]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}") == "123"
     assert render("{% for i in range(9) %}{% if i == 4 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "0123"
     assert render("{% for m in messages | selectattr('role', 'eq', 'x') %}{% else %}none{% endfor %}") == "none"
+
+
+def test_a_text_of_many_digits_makes_no_number():
+    """Arithmetic on numbers of millions of digits is one step that no deadline interrupts."""
+    for base in ("", "(0, 16)"):
+        text = "{% set x = ('f'*20000000)|int" + base + " %}{% set y = ('9'*9999999)|int %}{{ x % (y or 1) }}"
+        with pytest.raises(ChatTemplateError):
+            render(text)
