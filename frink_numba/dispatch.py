@@ -5,7 +5,8 @@ The dispatcher never touches a cache: it answers every layer's K/V rows, and the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -150,13 +151,14 @@ class Dispatcher:
         hidden: np.ndarray,
     ) -> tuple[Run | None, str]:
         """The run, checked; or None and why. What a backend gets to see cannot be written to."""
-        step = replace(step, hidden=_read_only(hidden))
         if backend.name == HOST:
-            run = backend.run(l, length, step)
+            with _read_only(hidden) as shown:
+                run = backend.run(l, length, replace(step, hidden=shown))
             _check_run(run, self.layers, l, length, step)
             return run, ""
         try:
-            run = backend.run(l, length, step)
+            with _read_only(hidden) as shown:
+                run = backend.run(l, length, replace(step, hidden=shown))
             if run is not None:
                 _check_run(run, self.layers, l, length, step)
                 return run, ""
@@ -188,12 +190,18 @@ def _ask(backend: Backend, l: int, step: Step) -> Serve | Decline:  # noqa: E741
     return Decline(f"can_serve answered {type(answer).__name__} instead of Serve or Decline")
 
 
-def _read_only(hidden: np.ndarray) -> np.ndarray:
-    """A view of `hidden` that no backend can make writable again: the memory's owner is locked with it."""
+@contextmanager
+def _read_only(hidden: np.ndarray) -> Iterator[np.ndarray]:
+    """A view of `hidden` that a backend cannot make writable again: the memory's owner is locked meanwhile."""
     owner = hidden.base if isinstance(hidden.base, np.ndarray) else hidden
-    owner.flags.writeable = False
-    hidden.flags.writeable = False
-    return hidden.view()
+    was_writable = bool(owner.flags.writeable)
+    shown = hidden.view()
+    owner.flags.writeable = shown.flags.writeable = False
+    try:
+        yield shown
+    finally:
+        if was_writable:
+            owner.flags.writeable = True
 
 
 def _say_declines(verdicts: Sequence[_Verdict], said: Sequence[tuple[str, str]]) -> None:
