@@ -192,15 +192,20 @@ def _ask(backend: Backend, l: int, step: Step) -> Serve | Decline:  # noqa: E741
 
 @contextmanager
 def _read_only(hidden: np.ndarray) -> Iterator[np.ndarray]:
-    """A view of `hidden` that a backend cannot make writable again: the memory's owner is locked meanwhile."""
+    """A read-only view of `hidden`; while it is shown, an array that owns the memory is locked with it.
+
+    Memory of another kind (page-locked, foreign) has no lock that could be taken off again.
+    """
     owner = hidden.base if isinstance(hidden.base, np.ndarray) else hidden
-    was_writable = bool(owner.flags.writeable)
+    lock = owner.flags.owndata and owner.flags.writeable
     shown = hidden.view()
-    owner.flags.writeable = shown.flags.writeable = False
+    shown.flags.writeable = False
+    if lock:
+        owner.flags.writeable = False
     try:
         yield shown
     finally:
-        if was_writable:
+        if lock:
             owner.flags.writeable = True
 
 
