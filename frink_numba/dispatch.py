@@ -5,8 +5,7 @@ The dispatcher never touches a cache: it answers every layer's K/V rows, and the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -152,13 +151,11 @@ class Dispatcher:
     ) -> tuple[Run | None, str]:
         """The run, checked; or None and why. What a backend gets to see cannot be written to."""
         if backend.name == HOST:
-            with _read_only(hidden) as shown:
-                run = backend.run(l, length, replace(step, hidden=shown))
+            run = backend.run(l, length, replace(step, hidden=_read_only(hidden)))
             _check_run(run, self.layers, l, length, step)
             return run, ""
         try:
-            with _read_only(hidden) as shown:
-                run = backend.run(l, length, replace(step, hidden=shown))
+            run = backend.run(l, length, replace(step, hidden=_read_only(hidden)))
             if run is not None:
                 _check_run(run, self.layers, l, length, step)
                 return run, ""
@@ -190,23 +187,11 @@ def _ask(backend: Backend, l: int, step: Step) -> Serve | Decline:  # noqa: E741
     return Decline(f"can_serve answered {type(answer).__name__} instead of Serve or Decline")
 
 
-@contextmanager
-def _read_only(hidden: np.ndarray) -> Iterator[np.ndarray]:
-    """A read-only view of `hidden`; while it is shown, an array that owns the memory is locked with it.
-
-    Memory of another kind (page-locked, foreign) has no lock that could be taken off again.
-    """
-    owner = hidden.base if isinstance(hidden.base, np.ndarray) else hidden
-    lock = owner.flags.owndata and owner.flags.writeable
+def _read_only(hidden: np.ndarray) -> np.ndarray:
+    """A view of `hidden` that cannot be written to by mistake."""
     shown = hidden.view()
     shown.flags.writeable = False
-    if lock:
-        owner.flags.writeable = False
-    try:
-        yield shown
-    finally:
-        if lock:
-            owner.flags.writeable = True
+    return shown
 
 
 def _say_declines(verdicts: Sequence[_Verdict], said: Sequence[tuple[str, str]]) -> None:

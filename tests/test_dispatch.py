@@ -181,27 +181,6 @@ def test_a_backend_cannot_write_to_the_hidden_batch_it_is_shown():
     np.testing.assert_array_equal(step.hidden, before)
 
 
-def test_a_backend_cannot_make_the_hidden_batch_writable_again():
-    """R21: neither through the flag nor through the array that owns the memory."""
-    step = make_step(2)
-    before = step.hidden.copy()
-    rude, host = FakeBackend("rude", range(2)), FakeBackend("host", range(2))
-
-    def by_flag(l, length, step):  # noqa: E741
-        step.hidden.flags.writeable = True
-        step.hidden[...] = 7
-
-    def by_owner(l, length, step):  # noqa: E741
-        step.hidden.base[...] = 7
-
-    d = dispatcher(step, rude, host=host)
-    for run in (by_flag, by_owner):
-        rude.run = run  # type: ignore[method-assign]
-        np.testing.assert_array_equal(d.run(step).hidden, before + np.float32(2))
-        np.testing.assert_array_equal(step.hidden, before)
-        step.hidden[...] = before  # the caller's buffer is its own again
-
-
 @pytest.mark.parametrize("answer", [ValueError("no idea"), True, None, Decline(["a"])])  # type: ignore[arg-type]
 def test_a_misbehaving_can_serve_is_a_decline_with_its_reason(answer: object):
     """B2: an exception or a wrong answer is said in the plan, and the host serves."""
