@@ -177,7 +177,7 @@ def _ask(backend: Backend, l: int, step: Step) -> Serve | Decline:  # noqa: E741
     if backend.name == HOST:
         return backend.can_serve(l, step)
     try:
-        answer = backend.can_serve(l, replace(step))
+        answer = backend.can_serve(l, step)
     except Exception as error:  # a plugin may raise anything
         return Decline(f"can_serve failed: {describe(error)}")
     if isinstance(answer, Serve) and isinstance(answer.note, str):
