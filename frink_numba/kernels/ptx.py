@@ -16,7 +16,8 @@ plain Python decides what is unrolled, and values are `Register`s with the usual
 
 `shared_address(array)` and `global_address(array)` turn arrays into addresses.
 
-Types: u16, u32, u64, f32, and tuples of them such as "u32x4". In the CUDA simulator an op is its `simulator` body, a
+Types: u16, u32, u64, f32, f64 (loads and stores), and tuples of them such as "u32x4". In the CUDA simulator an op is
+its `simulator` body, a
 plain Python function; without one it says so when called.
 """
 
@@ -34,9 +35,15 @@ SIMULATED = bool(config.ENABLE_CUDASIM)
 if not SIMULATED:
     from numba.cuda.extending import intrinsic
 
-_NUMBA = {"u16": types.uint16, "u32": types.uint32, "u64": types.uint64, "f32": types.float32}
-_LLVM = {"u16": ir.IntType(16), "u32": ir.IntType(32), "u64": ir.IntType(64), "f32": ir.FloatType()}
-_CONSTRAINT = {"u16": "h", "u32": "r", "u64": "l", "f32": "f"}
+_NUMBA = {"u16": types.uint16, "u32": types.uint32, "u64": types.uint64, "f32": types.float32, "f64": types.float64}
+_LLVM = {
+    "u16": ir.IntType(16),
+    "u32": ir.IntType(32),
+    "u64": ir.IntType(64),
+    "f32": ir.FloatType(),
+    "f64": ir.DoubleType(),
+}
+_CONSTRAINT = {"u16": "h", "u32": "r", "u64": "l", "f32": "f", "f64": "d"}
 
 
 def _split(spec: str) -> tuple[str, int]:
