@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 import numpy as np
@@ -22,8 +23,9 @@ class _Shared:
 
     context_length: int
     dtype: np.dtype[Any]
+    allocate: Callable[[int], np.ndarray]
     positions: int = 0
-    truncations: int = 0
+    cuts: list[int] = field(default_factory=list)  # the positions that were left after each truncation
 
     def check_room(self, n: int) -> None:
         if n < 0:
@@ -33,6 +35,19 @@ class _Shared:
                 f"{n} positions after {self.positions} exceed the context of {self.context_length}; truncate the "
                 "cache, or load the model with a longer context"
             )
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Room behind a layer's last row for somebody to write new rows to: K and V [n, heads, width].
+
+    `pushed` once a push has made these very rows count. Another lease, or a push of other rows, makes it void.
+    """
+
+    first: int  # row
+    k: np.ndarray
+    v: np.ndarray
+    pushed: bool = False
 
 
 class LayerKV:
@@ -49,7 +64,7 @@ class LayerKV:
         self._evicted = 0
         self._evictions = 0
         self._k, self._v = self._allocate(0)
-        self._lent: tuple[int, np.ndarray, np.ndarray] | None = None  # first row, and the tail given out last
+        self._lent: Lease | None = None  # the tail given out last
 
     @property
     def positions(self) -> int:
@@ -63,8 +78,16 @@ class LayerKV:
 
     @property
     def version(self) -> int:
-        """Changes whenever rows change otherwise than by new ones behind the last: a mirror must be made anew."""
-        return self._shared.truncations + self._evictions
+        """Grows whenever rows change otherwise than by new ones behind the last; see `unchanged_since`."""
+        return len(self._shared.cuts) + self._evictions
+
+    def unchanged_since(self, version: int) -> int:
+        """How many of the first rows are what they were at that version: what a mirror of the rows may keep."""
+        changes = self.version - version
+        if not changes:
+            return self.rows
+        # Which of the changes were evictions is not kept: they shift all rows.
+        return 0 if self._evictions or changes < 0 else min(self.rows, *self._shared.cuts[version:])
 
     @property
     def nbytes(self) -> int:
@@ -82,6 +105,12 @@ class LayerKV:
         """Writable views of the `n` rows after the last. They do not count until a push; the next tail reuses them."""
         return self.with_tail(n)[2:]
 
+    def lend(self, n: int) -> Lease:
+        """The `tail`, with word of whether it was pushed."""
+        self.with_tail(n)
+        assert self._lent is not None
+        return self._lent
+
     def with_tail(self, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """(K, V, tail K, tail V): K and V with `n` more rows than there are, to be read only, and `tail`.
 
@@ -94,7 +123,7 @@ class LayerKV:
             self.reserve(n)
         k, v = self._k[:end], self._v[:end]
         tail_k, tail_v = k[first:], v[first:]
-        self._lent = first, tail_k, tail_v
+        self._lent = Lease(first, tail_k, tail_v)
         return k, v, tail_k, tail_v
 
     def reserve(self, n: int) -> None:
@@ -125,11 +154,17 @@ class LayerKV:
     def write_tail(self, k: np.ndarray, v: np.ndarray) -> None:
         """Copy rows [n, heads, width] behind the last ones, uncounted. CacheError when float16 cannot hold a value."""
         lent = self._lent
-        if lent is not None and k is lent[1] and v is lent[2] and lent[0] == self.rows:
+        if lent is not None and k is lent.k and v is lent.v and lent.first == self.rows:
             return  # the tail itself: its rows were written in place
         tail_k, tail_v = self.tail(k.shape[0])
         store_rows(k, tail_k, self.index)
         store_rows(v, tail_v, self.index)
+        self._lent = None
+
+    def pushed(self) -> None:
+        """The rows behind the last have become rows: the lease on them, if there is one, was kept."""
+        if self._lent is not None:
+            self._lent.pushed, self._lent = True, None
 
     def evictable(self) -> int:
         """Rows that no query from `positions` on can see."""
@@ -165,22 +200,34 @@ class LayerKV:
         self._evicted = 0
 
     def _allocate(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        dtype = self._shared.dtype
-        k = np.empty((rows, self.n_kv_heads, self.key_dim), dtype)
-        v = np.empty((rows, self.n_kv_heads, self.value_dim), dtype)
-        return k, v
+        return self._array(rows, self.key_dim), self._array(rows, self.value_dim)
+
+    def _array(self, rows: int, width: int) -> np.ndarray:
+        shape, dtype = (rows, self.n_kv_heads, width), self._shared.dtype
+        return self._shared.allocate(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
 
 class KVCache(Sequence[LayerKV]):
     """The caches of a model's layers, which always hold the same positions. One thread at a time may use it."""
 
-    def __init__(self, layers: Sequence[Layer], context_length: int, *, dtype: DTypeLike = np.float32) -> None:
-        """Store rows as `dtype`, float32 or float16, for at most `context_length` positions."""
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        context_length: int,
+        *,
+        dtype: DTypeLike = np.float32,
+        allocate: Callable[[int], np.ndarray] | None = None,
+    ) -> None:
+        """Store rows as `dtype`, float32 or float16, for at most `context_length` positions.
+
+        `allocate(bytes)` gives a new uint8 array (a backend's, whose device can copy rows straight into it); None:
+        NumPy's.
+        """
         if np.dtype(dtype) not in _DTYPES:
             raise CacheError(f"a KV cache stores float32 or float16, not {np.dtype(dtype)}")
         if context_length < 1:
             raise CacheError(f"a KV cache needs a context of at least 1 position, not {context_length}")
-        self._shared = _Shared(context_length, np.dtype(dtype))
+        self._shared = _Shared(context_length, np.dtype(dtype), allocate or _ordinary_memory)
         self._layers = tuple(LayerKV(self._shared, index, layer) for index, layer in enumerate(layers))
 
     def __len__(self) -> int:
@@ -239,6 +286,8 @@ class KVCache(Sequence[LayerKV]):
         for layer, (k, v) in zip(self._layers, rows, strict=True):
             layer.write_tail(k, v)
         self._shared.positions += n  # until here nothing that was written counts
+        for layer in self._layers:
+            layer.pushed()
 
     def truncate(self, n: int) -> None:
         """Forget all positions from `n` on; CacheError when evicted rows would be missed. Buffers are kept."""
@@ -251,7 +300,7 @@ class KVCache(Sequence[LayerKV]):
             return
         for layer in self._layers:
             layer.check_truncate(n)
-        self._shared.truncations += 1
+        self._shared.cuts.append(n)
         self._shared.positions = n
         if n == 0:
             for layer in self._layers:
@@ -270,6 +319,10 @@ class KVCache(Sequence[LayerKV]):
         for (layer, n), kept in zip(dropped, buffers, strict=True):
             layer.adopt(kept, n)
         return sum(n for _, n in dropped)
+
+
+def _ordinary_memory(nbytes: int) -> np.ndarray:
+    return np.empty(nbytes, np.uint8)
 
 
 def store_rows(rows: np.ndarray, out: np.ndarray, layer: int) -> None:
