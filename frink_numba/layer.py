@@ -98,34 +98,44 @@ class Expert:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeedForward:
-    """The FFN of a layer: one expert is a dense layer; more need a router."""
+    """The FFN of a layer: one expert is a dense layer; more need a router.
+
+    A router weighs the experts of each token by softmax(router x). The `n_experts_used` heaviest are summed by their
+    weights, which `normalized_weights` first divides by their sum.
+    """
 
     activation: Activation
     experts: tuple[Expert, ...]
-    router: QuantMatrix | None = None
+    router: QuantMatrix | None = None  # [experts, hidden]
     n_experts_used: int = 1
+    normalized_weights: bool = False
+    shared: Expert | None = None  # added for every token, beside the experts chosen
+    shared_gate: np.ndarray | None = None  # float32 [hidden]: sigmoid(shared_gate . x) on what `shared` gives
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lora:
-    """A low-rank update of one projection: y += scale * up(down x)."""
+    """A low-rank update of one projection: W x becomes W x + scale * up (down x), before the projection's bias."""
 
-    target: str
-    down: np.ndarray
-    up: np.ndarray
+    target: str  # the projection's name in AttentionSpec or Expert: "q", "k", "v", "o", "gate", "up" or "down"
+    down: np.ndarray  # float32 [rank, cols of the projection]
+    up: np.ndarray  # float32 [rows of the projection, rank]
     scale: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """One pre-norm transformer layer over a hidden batch float32 [batch, hidden].
+    """One transformer layer over a hidden batch float32 [batch, hidden].
 
-    x += post_attn_norm(attention(attn_norm(x))); x += post_ffn_norm(ffn(ffn_norm(x))). Norms are RMS norms.
+    x += residual_scale * post_attn_norm(attention(attn_norm(x)))
+    x += residual_scale * post_ffn_norm(ffn(ffn_norm(x)))
+
+    Norms are RMS norms; one that is None is left out.
     """
 
-    attn_norm: np.ndarray  # float32 [hidden]
+    attn_norm: np.ndarray | None  # float32 [hidden]
     attention: AttentionSpec
-    ffn_norm: np.ndarray  # float32 [hidden]
+    ffn_norm: np.ndarray | None  # float32 [hidden]
     ffn: FeedForward
     norm_eps: float
     post_attn_norm: np.ndarray | None = None
@@ -133,7 +143,8 @@ class Layer:
     post_norm_eps: float | None = None  # None: norm_eps
     mixer: TokenMixer = TokenMixer.ATTENTION
     lora: tuple[Lora, ...] = ()
+    residual_scale: float = 1.0
 
     @property
     def hidden_dim(self) -> int:
-        return int(self.attn_norm.shape[0])
+        return self.attention.q.cols if self.attn_norm is None else int(self.attn_norm.shape[0])

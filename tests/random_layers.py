@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
@@ -15,6 +15,7 @@ from frink_numba.layer import (
     Expert,
     FeedForward,
     Layer,
+    Lora,
     Rope,
     RopeLayout,
 )
@@ -52,6 +53,14 @@ class LayerOptions:
     ffn_bias: bool = False
     down_scale: bool = False
     eps: float = 1e-5
+    pre_norms: bool = True
+    residual_scale: float = 1.0
+    loras: str = ""  # letters of the projections that have one: q, k, v, o, g(ate), u(p), d(own)
+    experts: int = 0  # 0: a dense layer
+    experts_used: int = 2
+    normalized: bool = False
+    shared: bool = False
+    shared_gate: bool = False
 
 
 def random_layer(rng: np.random.Generator, options: LayerOptions | None = None, **changes: Any) -> Layer:
@@ -98,25 +107,50 @@ def random_layer(rng: np.random.Generator, options: LayerOptions | None = None, 
         o_bias=vector(o.hidden, o.o_bias),
         o_scale=vector(o.hidden, o.o_scale, 1.0),
     )
-    expert = Expert(
-        gate=matrix(o.ffn, o.hidden),
-        up=matrix(o.ffn, o.hidden),
-        down=matrix(o.hidden, o.ffn),
-        gate_bias=vector(o.ffn, o.ffn_bias),
-        up_bias=vector(o.ffn, o.ffn_bias),
-        down_bias=vector(o.hidden, o.ffn_bias),
-        down_scale=vector(o.hidden, o.down_scale, 1.0),
-    )
-    return Layer(
+
+    def new_expert(width: int) -> Expert:
+        return Expert(
+            gate=matrix(width, o.hidden),
+            up=matrix(width, o.hidden),
+            down=matrix(o.hidden, width),
+            gate_bias=vector(width, o.ffn_bias),
+            up_bias=vector(width, o.ffn_bias),
+            down_bias=vector(o.hidden, o.ffn_bias),
+            down_scale=vector(o.hidden, o.down_scale, 1.0),
+        )
+
+    layer = Layer(
         attn_norm=vector(o.hidden, center=1.0),
         attention=attention,
         ffn_norm=vector(o.hidden, center=1.0),
-        ffn=FeedForward(o.activation, (expert,)),
+        ffn=FeedForward(o.activation, (new_expert(o.ffn),)),
         norm_eps=o.eps,
         post_attn_norm=vector(o.hidden, o.post_norms, 1.0),
         post_ffn_norm=vector(o.hidden, o.post_norms, 1.0),
         post_norm_eps=o.post_eps,
+        residual_scale=o.residual_scale,
     )
+    if not o.pre_norms:
+        layer = replace(layer, attn_norm=None, ffn_norm=None)
+    if o.experts:
+        ffn = FeedForward(
+            o.activation,
+            (*layer.ffn.experts, *(new_expert(o.ffn + i) for i in range(1, o.experts))),
+            router=matrix(o.experts, o.hidden, 2.0),
+            n_experts_used=o.experts_used,
+            normalized_weights=o.normalized,
+            shared=new_expert(o.ffn - 8) if o.shared else None,
+            shared_gate=vector(o.hidden, o.shared and o.shared_gate),
+        )
+        return replace(layer, ffn=ffn)
+    owners = {**dict.fromkeys("qkvo", attention), **dict.fromkeys("gud", layer.ffn.experts[0])}
+    loras = []
+    for letter in o.loras:
+        target = {"g": "gate", "u": "up", "d": "down"}.get(letter, letter)
+        site = getattr(owners[letter], target)
+        down, up = matrix(3, site.cols), matrix(site.rows, 3)
+        loras.append(Lora(target, down.data.view(np.float32), up.data.view(np.float32), 0.7))
+    return replace(layer, lora=tuple(loras))
 
 
 def pairwise(choices: Mapping[str, Sequence[Any]], seed: int = 0) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ import math
 import gguf
 import numpy as np
 
-from frink_numba.layer import Activation, AttentionSpec, FeedForward, Layer, Rope, RopeLayout
+from frink_numba.layer import Activation, AttentionSpec, Expert, FeedForward, Layer, Lora, Rope, RopeLayout
 from frink_numba.quant import QuantMatrix
 
 
@@ -21,14 +21,22 @@ def weights(matrix: QuantMatrix) -> np.ndarray:
     return gguf.quants.dequantize(matrix.data, kind).reshape(matrix.rows, matrix.cols).astype(np.float64)
 
 
-def project(x: np.ndarray, matrix: QuantMatrix, bias: np.ndarray | None = None) -> np.ndarray:
-    """x W^T + bias"""
-    y = x @ weights(matrix).T
+def project(
+    x: np.ndarray, matrix: QuantMatrix, bias: np.ndarray | None = None, loras: tuple[Lora, ...] = (), name: str = ""
+) -> np.ndarray:
+    """x W^T + bias, with the low-rank updates of the projection `name` merged into W."""
+    merged = weights(matrix)
+    for lora in loras:
+        if lora.target == name:
+            merged = merged + lora.scale * lora.up.astype(np.float64) @ lora.down.astype(np.float64)
+    y = x @ merged.T
     return y if bias is None else y + bias
 
 
-def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
+def rms_norm(x: np.ndarray, weight: np.ndarray | None, eps: float) -> np.ndarray:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis; x itself when there is no weight."""
+    if weight is None:
+        return x
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
@@ -104,15 +112,20 @@ def activate(activation: Activation, x: np.ndarray) -> np.ndarray:
 
 
 def attention_block(
-    spec: AttentionSpec, x: np.ndarray, eps: float, k_prefix: np.ndarray, v_prefix: np.ndarray
+    spec: AttentionSpec,
+    x: np.ndarray,
+    eps: float,
+    k_prefix: np.ndarray,
+    v_prefix: np.ndarray,
+    loras: tuple[Lora, ...] = (),
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of normed rows `x`: the block's output before any post-norm, and the K and V rows of these tokens."""
     n, start = x.shape[0], k_prefix.shape[0]
     if spec.interleaved_q_gate:
         raise NotImplementedError("interleaved q gate")
-    q = project(x, spec.q, spec.q_bias).reshape(n, spec.n_heads, spec.head_dim)
-    k = project(x, spec.k, spec.k_bias).reshape(n, spec.n_kv_heads, spec.head_dim)
-    v = project(x, spec.v, spec.v_bias).reshape(n, spec.n_kv_heads, spec.head_dim)
+    q = project(x, spec.q, spec.q_bias, loras, "q").reshape(n, spec.n_heads, spec.head_dim)
+    k = project(x, spec.k, spec.k_bias, loras, "k").reshape(n, spec.n_kv_heads, spec.head_dim)
+    v = project(x, spec.v, spec.v_bias, loras, "v").reshape(n, spec.n_kv_heads, spec.head_dim)
     if not spec.qk_norm_after_rope:
         q, k = head_norm(q, spec.q_norm, eps), head_norm(k, spec.k_norm, eps)
     if spec.rope is not None:
@@ -127,7 +140,7 @@ def attention_block(
         sums = sums / (1 + np.exp(-project(x, spec.output_gate)))
     if spec.value_norm is not None:
         sums = rms_norm(sums, spec.value_norm, eps)
-    y = project(sums, spec.o)
+    y = project(sums, spec.o, None, loras, "o")
     if spec.o_scale is not None:
         y = y * spec.o_scale
     if spec.o_bias is not None:
@@ -135,14 +148,29 @@ def attention_block(
     return y, k, v
 
 
-def feed_forward(ffn: FeedForward, x: np.ndarray) -> np.ndarray:
-    """Of normed rows `x`: the dense FFN's output before any post-norm."""
-    if len(ffn.experts) != 1 or ffn.router is not None:
-        raise NotImplementedError("more than one expert")
-    expert = ffn.experts[0]
-    gate = project(x, expert.gate, expert.gate_bias)
-    up = project(x, expert.up, expert.up_bias)
-    y = project(activate(ffn.activation, gate) * up, expert.down)
+def feed_forward(ffn: FeedForward, x: np.ndarray, loras: tuple[Lora, ...] = ()) -> np.ndarray:
+    """Of normed rows `x`: the FFN's output before any post-norm; token by token where a router chooses."""
+    if ffn.router is None:
+        return _body(ffn.experts[0], ffn.activation, x, loras)
+    out = np.zeros((x.shape[0], ffn.experts[0].down.rows))
+    for token in range(x.shape[0]):
+        row = x[token : token + 1]
+        odds = np.exp(project(row, ffn.router)[0])
+        odds /= odds.sum()
+        chosen = np.argsort(odds)[::-1][: ffn.n_experts_used]
+        weight = odds[chosen] / (odds[chosen].sum() if ffn.normalized_weights else 1)
+        for number, share in zip(chosen, weight, strict=True):
+            out[token] += share * _body(ffn.experts[number], ffn.activation, row)[0]
+        if ffn.shared is not None:
+            gate = 1.0 if ffn.shared_gate is None else 1 / (1 + math.exp(-float(row[0] @ ffn.shared_gate)))
+            out[token] += gate * _body(ffn.shared, ffn.activation, row)[0]
+    return out
+
+
+def _body(expert: Expert, activation: Activation, x: np.ndarray, loras: tuple[Lora, ...] = ()) -> np.ndarray:
+    gate = project(x, expert.gate, expert.gate_bias, loras, "gate")
+    up = project(x, expert.up, expert.up_bias, loras, "up")
+    y = project(activate(activation, gate) * up, expert.down, None, loras, "down")
     if expert.down_scale is not None:
         y = y * expert.down_scale
     if expert.down_bias is not None:
@@ -157,22 +185,29 @@ def layer(
 
     The prefix [start, n_kv_heads, head_dim] holds all positions before these tokens; None: there are none.
     """
-    spec = description.attention
+    x, k, v = attention_only(description, hidden, k_prefix, v_prefix)
+    y = feed_forward(description.ffn, rms_norm(x, description.ffn_norm, description.norm_eps), description.lora)
+    y = rms_norm(y, description.post_ffn_norm, _post_eps(description))
+    return x + description.residual_scale * y, k, v
+
+
+def attention_only(
+    description: Layer, hidden: np.ndarray, k_prefix: np.ndarray | None = None, v_prefix: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The first half of `layer`: the hidden batch that its FFN reads, and the K and V rows."""
+    spec, eps = description.attention, description.norm_eps
     none = np.empty((0, spec.n_kv_heads, spec.head_dim))
     k_prefix = none if k_prefix is None else k_prefix.astype(np.float64)
     v_prefix = none if v_prefix is None else v_prefix.astype(np.float64)
-    eps = description.norm_eps
-    post_eps = eps if description.post_norm_eps is None else description.post_norm_eps
-
     x = hidden.astype(np.float64)
-    y, k, v = attention_block(spec, rms_norm(x, description.attn_norm, eps), eps, k_prefix, v_prefix)
-    if description.post_attn_norm is not None:
-        y = rms_norm(y, description.post_attn_norm, post_eps)
-    x = x + y
-    y = feed_forward(description.ffn, rms_norm(x, description.ffn_norm, eps))
-    if description.post_ffn_norm is not None:
-        y = rms_norm(y, description.post_ffn_norm, post_eps)
-    return x + y, k, v
+    normed = rms_norm(x, description.attn_norm, eps)
+    y, k, v = attention_block(spec, normed, eps, k_prefix, v_prefix, description.lora)
+    y = rms_norm(y, description.post_attn_norm, _post_eps(description))
+    return x + description.residual_scale * y, k, v
+
+
+def _post_eps(description: Layer) -> float:
+    return description.norm_eps if description.post_norm_eps is None else description.post_norm_eps
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:

@@ -119,6 +119,17 @@ def _activation(value: Activation, owner: FeedForward) -> str | None:
     return None if value is Activation.SWIGLU else f"the activation {value.value}"
 
 
+def _pre_norm(site: str) -> Rule:
+    def rule(value: Any, owner: Layer) -> str | None:
+        return f"no norm before the {site}" if value is None else None
+
+    return rule
+
+
+def _residual_scale(value: float, owner: Layer) -> str | None:
+    return None if value == 1 else f"a residual scale of {value:g}"
+
+
 def _experts(value: tuple[Expert, ...], owner: FeedForward) -> str | None:
     return _walk(value[0]) if len(value) == 1 else f"{len(value)} experts"
 
@@ -133,9 +144,9 @@ def _resident(value: bool, owner: Expert) -> str | None:
 
 RULES: dict[type, dict[str, Rule]] = {
     Layer: {
-        "attn_norm": _served,
+        "attn_norm": _pre_norm("attention"),
         "attention": _described,
-        "ffn_norm": _served,
+        "ffn_norm": _pre_norm("FFN"),
         "ffn": _described,
         "norm_eps": _served,
         "post_attn_norm": _served,
@@ -143,6 +154,7 @@ RULES: dict[type, dict[str, Rule]] = {
         "post_norm_eps": _post_norm_eps,
         "mixer": _mixer,
         "lora": _absent("an attached LoRA"),
+        "residual_scale": _residual_scale,
     },
     AttentionSpec: {
         "n_heads": _served,
@@ -181,6 +193,9 @@ RULES: dict[type, dict[str, Rule]] = {
         "experts": _experts,
         "router": _absent("a router of experts"),
         "n_experts_used": _experts_used,
+        "normalized_weights": _absent("expert weights that are normalized"),
+        "shared": _absent("a shared expert"),
+        "shared_gate": _absent("a gate of the shared expert"),
     },
     Expert: {
         "gate": _matrix("gate"),

@@ -130,21 +130,24 @@ def _run(layers: Sequence[PreparedLayer], l: int, step: Step, store: WeightStore
     blocks = [(a, b, np.array(step.hidden[a:b].T, order="C")) for a, b in edges]
     tables: dict[tuple[int, int], RopeTable] = {}
     kv_rows = []
+    experts: list[tuple[int, ...]] = []
     for number, layer in enumerate(layers, l):
         keys, values, tail_k, tail_v = _rows_with_tail(step.caches[number], batch)
         before = keys.shape[0] - batch
         first = start - before
+        used: set[int] = set()
         for a, b, x in blocks:
             work = workspace(layer.shape, layer.shape_id, b - a, scratch)
             table = _table(layer, tables, start + a, b - a)
             seen = before + b
             attention(layer, x, keys[:seen], values[:seen], first, start + a, table, work, store, scratch)
-            feed_forward(layer, x, work, store, scratch)
+            used.update(feed_forward(layer, x, work, store, scratch))
+        experts.append(tuple(sorted(used)))
         kv_rows.append((_as_float32(tail_k), _as_float32(tail_v)))
     hidden = np.empty((batch, layers[-1].shape.hidden), np.float32)
     for a, b, x in blocks:
         hidden[a:b] = x.T
-    return Run(hidden, kv_rows)
+    return Run(hidden, kv_rows, experts)
 
 
 def _table(layer: PreparedLayer, tables: dict[tuple[int, int], RopeTable], start: int, n: int) -> RopeTable | None:

@@ -11,14 +11,18 @@ import numpy as np
 
 from frink_numba.host.activation import activate, sigmoid
 from frink_numba.host.attention import attend
+from frink_numba.host.experts import mixture
 from frink_numba.host.kv_cache import store_rows
 from frink_numba.host.linear import linear
+from frink_numba.host.lora import add_loras
 from frink_numba.host.prepare import PreparedLayer
 from frink_numba.host.rms_norm import rms_norm
 from frink_numba.host.rope import RopeTable
 from frink_numba.host.scratch import Scratch
 from frink_numba.host.weights import WeightStore
 from frink_numba.host.workspace import Workspace
+
+_ONLY = (0,)  # the expert of a dense layer (R22)
 
 
 def attention(
@@ -33,15 +37,17 @@ def attention(
     store: WeightStore,
     scratch: Scratch,
 ) -> None:
-    """x += attention(norm(x)) for the columns `x` float32 [hidden, n] at positions start .. start+n-1.
+    """x += residual_scale * attention(norm(x)) for the columns `x` float32 [hidden, n] at positions start .. start+n-1.
 
     `keys` and `values` [rows, n_kv_heads, head_dim] hold the positions first .. start+n-1, float32 or float16; the last
     n rows are written here, the others read. `table` is None for a layer that is not rotated. CacheError when float16
     rows cannot hold a value.
     """
     n = x.shape[1]
-    normed = rms_norm(x, layer.attn_norm, layer.eps, work.normed, scratch)
+    normed = x if layer.attn_norm is None else rms_norm(x, layer.attn_norm, layer.eps, work.normed, scratch)
     linear(store, normed, layer.qkv, work.qkv, bias=layer.qkv_bias)
+    if layer.qkv_loras:
+        add_loras(normed, layer.qkv_loras, work.qkv)
     if layer.norms_before_rope:
         _head_norms(layer, work, scratch)
     if work.rotation is not None and table is not None:
@@ -60,19 +66,38 @@ def attention(
     if layer.value_norm is not None:
         rms_norm(sums, layer.value_norm, layer.eps, sums, scratch)
     y = linear(store, sums, layer.o, work.output, scale=layer.o_scale, bias=layer.o_bias)
-    if layer.post_attn_norm is not None:
-        rms_norm(y, layer.post_attn_norm, layer.post_eps, y, scratch)
-    np.add(x, y, out=x)
+    if layer.o_loras:
+        add_loras(sums, layer.o_loras, y)
+    _add(layer, layer.post_attn_norm, x, y, scratch)
 
 
-def feed_forward(layer: PreparedLayer, x: np.ndarray, work: Workspace, store: WeightStore, scratch: Scratch) -> None:
-    """x += ffn(norm(x)) for the columns `x` float32 [hidden, n]."""
-    normed = rms_norm(x, layer.ffn_norm, layer.eps, work.normed, scratch)
-    linear(store, normed, layer.gate_up, work.gate_up, bias=layer.gate_up_bias)
-    activate(layer.activation, work.gate, work.up, scratch)
-    y = linear(store, work.gate, layer.down, work.output, scale=layer.down_scale, bias=layer.down_bias)
-    if layer.post_ffn_norm is not None:
-        rms_norm(y, layer.post_ffn_norm, layer.post_eps, y, scratch)
+def feed_forward(
+    layer: PreparedLayer, x: np.ndarray, work: Workspace, store: WeightStore, scratch: Scratch
+) -> tuple[int, ...]:
+    """x += residual_scale * ffn(norm(x)) for the columns `x` float32 [hidden, n]; the experts that were used."""
+    normed = x if layer.ffn_norm is None else rms_norm(x, layer.ffn_norm, layer.eps, work.normed, scratch)
+    if layer.mixture is not None:
+        used = mixture(layer.mixture, normed, work.output, store, scratch)
+        _add(layer, layer.post_ffn_norm, x, work.output, scratch)
+        return used
+    expert = layer.dense
+    linear(store, normed, expert.gate_up, work.gate_up, bias=expert.gate_up_bias)
+    if expert.gate_up_loras:
+        add_loras(normed, expert.gate_up_loras, work.gate_up)
+    activate(expert.activation, work.gate, work.up, scratch)
+    y = linear(store, work.gate, expert.down, work.output, scale=expert.down_scale, bias=expert.down_bias)
+    if expert.down_loras:
+        add_loras(work.gate, expert.down_loras, y)
+    _add(layer, layer.post_ffn_norm, x, y, scratch)
+    return _ONLY
+
+
+def _add(layer: PreparedLayer, norm: np.ndarray | None, x: np.ndarray, y: np.ndarray, scratch: Scratch) -> None:
+    """x += residual_scale * norm(y); `y` is spoiled."""
+    if norm is not None:
+        rms_norm(y, norm, layer.post_eps, y, scratch)
+    if layer.residual_scale != 1:
+        np.multiply(y, layer.residual_scale, out=y)
     np.add(x, y, out=x)
 
 

@@ -12,8 +12,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from frink_numba.host.activation import ACTIVATIONS
-from frink_numba.layer import AttentionSpec, Expert, FeedForward, Layer, Rope, RopeLayout, TokenMixer
+from frink_numba.layer import AttentionSpec, Expert, FeedForward, Layer, Lora, Rope, RopeLayout, TokenMixer
 from frink_numba.quant import QuantMatrix
+
+_LORA_TARGETS = frozenset({"q", "k", "v", "o", "gate", "up", "down"})
 
 Rule: TypeAlias = Callable[[Any], "str | None"]  # of a field's value: None when it is served, else the reason
 
@@ -35,7 +37,11 @@ def _layout(value: Any) -> str | None:
 
 
 def _experts(value: Any) -> str | None:
-    return None if len(value) == 1 else f"{len(value)} experts are not served"
+    return None if value else "no expert at all"
+
+
+def _lora_target(value: Any) -> str | None:
+    return None if value in _LORA_TARGETS else f"a LoRA of {value!r} is not served"
 
 
 def _absent(what: str) -> Rule:
@@ -56,7 +62,8 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
         "post_ffn_norm": _served,
         "post_norm_eps": _served,
         "mixer": _mixer,
-        "lora": _absent("an attached LoRA"),
+        "lora": _served,
+        "residual_scale": _served,
     },
     AttentionSpec: {
         "n_heads": _served,
@@ -93,8 +100,11 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
     FeedForward: {
         "activation": _activation,
         "experts": _experts,
-        "router": lambda value: None if value is None else "an expert router is not served",
-        "n_experts_used": lambda value: None if value == 1 else f"{value} experts a token are not served",
+        "router": _served,
+        "n_experts_used": _served,
+        "normalized_weights": _served,
+        "shared": _served,
+        "shared_gate": _served,
     },
     Expert: {
         "gate": _served,
@@ -106,6 +116,12 @@ RULES: Mapping[type, Mapping[str, Rule]] = {
         "down_scale": _served,
         "resident": lambda value: None if value else "an expert is not resident",
     },
+    Lora: {
+        "target": _lora_target,
+        "down": _served,
+        "up": _served,
+        "scale": _served,
+    },
 }
 
 
@@ -115,6 +131,9 @@ def decline_reason(layer: Layer) -> str | None:
     if layer.attention.rope is not None:
         parts.append(layer.attention.rope)
     parts += layer.ffn.experts
+    if layer.ffn.shared is not None:
+        parts.append(layer.ffn.shared)
+    parts += layer.lora
     for part in parts:
         reason = _part_reason(part)
         if reason is not None:
@@ -155,17 +174,11 @@ def _mismatches(layer: Layer) -> Iterator[str]:
         yield "an output gate together with a value norm is not served: their order is not known"
 
     width, kv_width = heads * head_dim, kv_heads * head_dim
-    expert = layer.ffn.experts[0]
-    ffn = expert.gate.rows
     yield from _matrix("q", spec.q, width, hidden)
     yield from _matrix("k", spec.k, kv_width, hidden)
     yield from _matrix("v", spec.v, kv_width, hidden)
     yield from _matrix("o", spec.o, hidden, width)
     yield from _matrix("the output gate", spec.output_gate, width, hidden)
-    yield from _matrix("gate", expert.gate, ffn, hidden)
-    yield from _matrix("up", expert.up, ffn, hidden)
-    yield from _matrix("down", expert.down, hidden, ffn)
-
     for name, vector, *shapes in (
         ("the attention norm", layer.attn_norm, (hidden,)),
         ("the FFN norm", layer.ffn_norm, (hidden,)),
@@ -180,12 +193,46 @@ def _mismatches(layer: Layer) -> Iterator[str]:
         ("the value norm", spec.value_norm, (width,)),
         ("o's bias", spec.o_bias, (hidden,)),
         ("o's scale", spec.o_scale, (hidden,), (1,)),
-        ("gate's bias", expert.gate_bias, (ffn,)),
-        ("up's bias", expert.up_bias, (ffn,)),
-        ("down's bias", expert.down_bias, (hidden,)),
-        ("down's scale", expert.down_scale, (hidden,), (1,)),
     ):
         yield from _vector(name, vector, *shapes)
+    yield from _expert_mismatches(layer.ffn, hidden)
+    yield from _lora_mismatches(layer)
+
+
+def _expert_mismatches(ffn: FeedForward, hidden: int) -> Iterator[str]:
+    experts = len(ffn.experts)
+    if ffn.router is None and (experts > 1 or ffn.shared is not None):
+        yield f"{experts} experts {'' if ffn.shared is None else 'and a shared one '}without a router"
+    if not 1 <= ffn.n_experts_used <= experts:
+        yield f"{ffn.n_experts_used} of {experts} experts a token"
+    yield from _matrix("the router", ffn.router, experts, hidden)
+    yield from _vector("the shared expert's gate", ffn.shared_gate, (hidden,))
+    if ffn.shared_gate is not None and ffn.shared is None:
+        yield "a gate of a shared expert that is not there"
+    for expert in (*ffn.experts, *(() if ffn.shared is None else (ffn.shared,))):
+        width = expert.gate.rows
+        yield from _matrix("gate", expert.gate, width, hidden)
+        yield from _matrix("up", expert.up, width, hidden)
+        yield from _matrix("down", expert.down, hidden, width)
+        for name, vector, *shapes in (
+            ("gate's bias", expert.gate_bias, (width,)),
+            ("up's bias", expert.up_bias, (width,)),
+            ("down's bias", expert.down_bias, (hidden,)),
+            ("down's scale", expert.down_scale, (hidden,), (1,)),
+        ):
+            yield from _vector(name, vector, *shapes)
+
+
+def _lora_mismatches(layer: Layer) -> Iterator[str]:
+    for lora in layer.lora:
+        owner: Any = layer.attention if lora.target in "qkvo" else layer.ffn.experts[0]
+        if isinstance(owner, Expert) and layer.ffn.router is not None:
+            yield f"a LoRA of {lora.target!r} beside a router of experts: it does not say of which"
+            return
+        matrix: QuantMatrix = getattr(owner, lora.target)
+        rank = np.shape(lora.down)[0] if np.ndim(lora.down) else 0
+        yield from _vector(f"the LoRA of {lora.target}, down,", lora.down, (rank, matrix.cols))
+        yield from _vector(f"the LoRA of {lora.target}, up,", lora.up, (matrix.rows, rank))
 
 
 def _matrix(name: str, matrix: QuantMatrix | None, rows: int, cols: int) -> Iterator[str]:

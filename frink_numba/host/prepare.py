@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from frink_numba.host.activation import ACTIVATIONS, ActivationFunction
+from frink_numba.host.activation import ACTIVATIONS
 from frink_numba.host.attention import Visibility
+from frink_numba.host.experts import PreparedExpert, PreparedMixture
+from frink_numba.host.lora import PreparedLora, prepare_loras
 from frink_numba.host.rope import rope_key
 from frink_numba.host.weights import Matrices
 from frink_numba.host.workspace import LayerShape
-from frink_numba.layer import AttentionSpec, Expert, Layer, Rope
+from frink_numba.layer import Activation, AttentionSpec, Expert, FeedForward, Layer, Lora, Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +29,14 @@ class PreparedLayer:
     shape_id: int
     eps: float
     post_eps: float
-    attn_norm: np.ndarray
-    ffn_norm: np.ndarray
+    residual_scale: float
+    attn_norm: np.ndarray | None
+    ffn_norm: np.ndarray | None
     post_attn_norm: np.ndarray | None
     post_ffn_norm: np.ndarray | None
     qkv: Matrices
     qkv_bias: np.ndarray | None
+    qkv_loras: tuple[PreparedLora, ...]
     q_norm: np.ndarray | None  # [heads, head_dim, 1] or [1, head_dim, 1] per head, [heads*head_dim, 1] whole
     k_norm: np.ndarray | None
     norms_before_rope: bool
@@ -45,12 +49,9 @@ class PreparedLayer:
     o: Matrices
     o_scale: np.ndarray | None
     o_bias: np.ndarray | None
-    activation: ActivationFunction
-    gate_up: Matrices
-    gate_up_bias: np.ndarray | None
-    down: Matrices
-    down_scale: np.ndarray | None
-    down_bias: np.ndarray | None
+    o_loras: tuple[PreparedLora, ...]
+    dense: PreparedExpert  # the first expert, and the only one when `mixture` is None
+    mixture: PreparedMixture | None
 
 
 def prepare(layer: Layer, number: int, ids: dict[Hashable, int]) -> PreparedLayer:
@@ -59,14 +60,15 @@ def prepare(layer: Layer, number: int, ids: dict[Hashable, int]) -> PreparedLaye
     `ids` numbers the shapes and rotations met so far; it starts empty and is the same for all layers of a model.
     """
     spec: AttentionSpec = layer.attention
-    expert: Expert = layer.ffn.experts[0]
+    dense = _expert(layer.ffn.experts[0], layer.ffn.activation, layer.lora)
+    mixture = _mixture(layer.ffn)
     rope = spec.rope
     shape = LayerShape(
         hidden=layer.hidden_dim,
         n_heads=spec.n_heads,
         n_kv_heads=spec.n_kv_heads,
         head_dim=spec.head_dim,
-        ffn=expert.gate.rows,
+        ffn=dense.ffn if mixture is None else 0,
         rot_dim=0 if rope is None else rope.rot_dim,
         layout=None if rope is None else rope.layout,
     )
@@ -78,12 +80,14 @@ def prepare(layer: Layer, number: int, ids: dict[Hashable, int]) -> PreparedLaye
         shape_id=ids.setdefault(shape, len(ids)),
         eps=layer.norm_eps,
         post_eps=layer.norm_eps if layer.post_norm_eps is None else layer.post_norm_eps,
-        attn_norm=_needed_column(layer.attn_norm),
-        ffn_norm=_needed_column(layer.ffn_norm),
+        residual_scale=layer.residual_scale,
+        attn_norm=_column(layer.attn_norm),
+        ffn_norm=_column(layer.ffn_norm),
         post_attn_norm=_column(layer.post_attn_norm),
         post_ffn_norm=_column(layer.post_ffn_norm),
         qkv=(spec.q, spec.k, spec.v),
         qkv_bias=_stack((spec.q_bias, spec.q.rows), (spec.k_bias, spec.k.rows), (spec.v_bias, spec.v.rows)),
+        qkv_loras=prepare_loras(layer.lora, [("q", spec.q.rows), ("k", spec.k.rows), ("v", spec.v.rows)]),
         q_norm=_head_norm(spec.q_norm, spec.n_heads, spec.head_dim),
         k_norm=_head_norm(spec.k_norm, spec.n_kv_heads, spec.head_dim),
         norms_before_rope=has_norms and not spec.qk_norm_after_rope,
@@ -96,12 +100,37 @@ def prepare(layer: Layer, number: int, ids: dict[Hashable, int]) -> PreparedLaye
         o=(spec.o,),
         o_scale=_column(spec.o_scale),
         o_bias=_column(spec.o_bias),
-        activation=ACTIVATIONS[layer.ffn.activation],
+        o_loras=prepare_loras(layer.lora, [("o", spec.o.rows)], _column(spec.o_scale)),
+        dense=dense,
+        mixture=mixture,
+    )
+
+
+def _expert(expert: Expert, activation: Activation, loras: tuple[Lora, ...] = ()) -> PreparedExpert:
+    down_scale = _column(expert.down_scale)
+    return PreparedExpert(
+        activation=ACTIVATIONS[activation],
+        ffn=expert.gate.rows,
         gate_up=(expert.gate, expert.up),
         gate_up_bias=_stack((expert.gate_bias, expert.gate.rows), (expert.up_bias, expert.up.rows)),
+        gate_up_loras=prepare_loras(loras, [("gate", expert.gate.rows), ("up", expert.up.rows)]),
         down=(expert.down,),
-        down_scale=_column(expert.down_scale),
+        down_scale=down_scale,
         down_bias=_column(expert.down_bias),
+        down_loras=prepare_loras(loras, [("down", expert.down.rows)], down_scale),
+    )
+
+
+def _mixture(ffn: FeedForward) -> PreparedMixture | None:
+    if ffn.router is None:
+        return None
+    return PreparedMixture(
+        router=(ffn.router,),
+        experts=tuple(_expert(expert, ffn.activation) for expert in ffn.experts),
+        n_used=ffn.n_experts_used,
+        normalized=ffn.normalized_weights,
+        shared=None if ffn.shared is None else _expert(ffn.shared, ffn.activation),
+        shared_gate=None if ffn.shared_gate is None else _needed_column(ffn.shared_gate).T,
     )
 
 

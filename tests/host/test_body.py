@@ -39,6 +39,14 @@ CHOICES: dict[str, list[Any]] = {
     "ffn_bias": [False, True],
     "down_scale": [False, True],
     "eps": [1e-6, 0.1],
+    "pre_norms": [True, False],
+    "residual_scale": [1.0, 0.22],
+    "experts": [0, 3, 7],
+    "experts_used": [1, 3],
+    "normalized": [False, True],
+    "shared": [False, True],
+    "shared_gate": [False, True],
+    "loras": ["", "qkvogud", "kou"],
     "prefix": [0, 1, 37, 600],
     "n": [1, 2, 7, 40],
     "seed": list(range(10)),
@@ -125,15 +133,17 @@ OPTIONS = {
     "ffn_bias": True,
     "down_scale": True,
     "eps": 0.1,
+    "pre_norms": False,
+    "residual_scale": 0.22,
 }
 
 
-@pytest.mark.parametrize("name", list(OPTIONS))
-def test_every_option_changes_the_answer(name: str) -> None:
+@pytest.mark.parametrize(("name", "value"), [*OPTIONS.items(), *(("loras", letter) for letter in "qkvogud")])
+def test_every_option_changes_the_answer(name: str, value: Any) -> None:
     """An option that is accepted and dropped would pass unnoticed if the random layers hid it."""
     rng = np.random.default_rng(0)
     plain = random_layer(np.random.default_rng(1))
-    other = random_layer(np.random.default_rng(1), **{name: OPTIONS[name]})
+    other = random_layer(np.random.default_rng(1), **{name: value})
     # Same matrices, so that only the option differs.
     old = plain.ffn.experts[0]
     expert = replace(other.ffn.experts[0], gate=old.gate, up=old.up, down=old.down)
@@ -142,14 +152,47 @@ def test_every_option_changes_the_answer(name: str) -> None:
         other,
         attention=spec,
         ffn=replace(other.ffn, experts=(expert,)),
-        attn_norm=plain.attn_norm,
-        ffn_norm=plain.ffn_norm,
+        attn_norm=plain.attn_norm if name != "pre_norms" else None,
+        ffn_norm=plain.ffn_norm if name != "pre_norms" else None,
     )
     hidden, k, v = draw(plain, 5, 9, rng)
     error = reference.relative_error(
         run_one(other, hidden, k, v)[0], run_one(plain, hidden, k, v)[0].astype(np.float64)
     )
     assert error > 1e-3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n_experts_used": 1},
+        {"n_experts_used": 3},
+        {"normalized_weights": False},
+        {"shared": None, "shared_gate": None},
+        {"shared_gate": None},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_every_fact_of_a_mixture_changes_the_answer(change: dict[str, Any]) -> None:
+    layer = random_layer(np.random.default_rng(1), experts=5, normalized=True, shared=True, shared_gate=True)
+    other = replace(layer, ffn=replace(layer.ffn, **change))
+    hidden, k, v = draw(layer, 5, 9, np.random.default_rng(0))
+    want = run_one(layer, hidden, k, v)[0].astype(np.float64)
+    assert reference.relative_error(run_one(other, hidden, k, v)[0], want) > 1e-3
+
+
+def test_the_experts_that_tokens_used_are_told() -> None:
+    """R22: of each layer, ascending and once, over all blocks of the batch; a dense layer used its expert 0."""
+    rng = np.random.default_rng(2)
+    layers = [random_layer(rng, experts=9, experts_used=2), random_layer(rng)]
+    cache = KVCache(layers, 1000)
+    for n in (1, 600):
+        hidden = rng.normal(size=(n, 40)).astype(np.float32)
+        run = HostBackend(layers).run(0, 2, Step(layers, cache, 0, n, hidden))
+        after, _, _ = reference.attention_only(layers[0], hidden)
+        odds = reference.rms_norm(after, layers[0].ffn_norm, 1e-5) @ reference.weights(layers[0].ffn.router).T
+        used = sorted(set(np.argsort(odds, axis=1)[:, -2:].ravel().tolist()))
+        assert run.experts == [tuple(used), (0,)]
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0"])
