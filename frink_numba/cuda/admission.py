@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from frink_numba.backend import Step
-from frink_numba.cuda.arena import ScratchShape
 from frink_numba.cuda.device import CudaDevice
-from frink_numba.cuda.memory import in_units, layer_bytes, rope_key
-from frink_numba.cuda.shapes import LayerShape
+from frink_numba.cuda.memory import in_units
 from frink_numba.layer import Layer
 
 
@@ -34,10 +32,10 @@ class Admission:
     def __init__(self, device: CudaDevice, layers: Sequence[Layer], served: Sequence[int], holder: object) -> None:
         self._device = device
         self._holder = holder
-        self._bytes = {number: layer_bytes(layers[number]) for number in served}
+        self._layers = layers
+        self._bytes = {number: device.body.layer_bytes(layers[number]) for number in served}
         self.total = sum(self._bytes.values())
-        self._scratch = ScratchShape([LayerShape.of(layers[number]) for number in served]) if served else None
-        self._rope_tables = len({rope_key(layers[number]) for number in served} - {None})
+        self._scratch = device.body.scratch([layers[number] for number in served]) if served else None
         self._local = threading.local()  # steps of several threads do not disturb each other
 
     def reason(self, number: int, step: Step) -> str | None:
@@ -47,9 +45,10 @@ class Admission:
         if walk.key != key:
             walk = self._local.walk = _Walk(key)
         if number not in walk.admitted:
-            need = walk.nbytes + self._bytes[number] + self.scratch(step) + others
+            own = self._bytes[number] + self.mirror(number, step)
+            need = walk.nbytes + own + self.scratch(step) + others
             walk.admitted[number] = need <= limit
-            walk.nbytes += self._bytes[number] if need <= limit else 0
+            walk.nbytes += own if need <= limit else 0
         if walk.admitted[number]:
             return None
         return (
@@ -59,8 +58,13 @@ class Admission:
 
     def scratch(self, step: Step) -> int:
         """Bytes of scratch that a run of any of the layers needs at most, and no less than there is."""
-        need = self._scratch.nbytes(step.batch, step.start_pos, self._rope_tables) if self._scratch else 0
+        need = self._scratch.nbytes(step.batch, step.start_pos) if self._scratch else 0
         return max(need, self._device.arena_bytes)
+
+    def mirror(self, number: int, step: Step) -> int:
+        """Bytes of layer `number`'s K/V rows on the device after the step."""
+        positions = step.start_pos + step.batch
+        return self._device.body.mirror_bytes(self._layers[number], step.caches[number], positions)
 
     def admitted(self) -> set[int]:
         """The layers that the calling thread's last step was promised."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from frink_numba.cuda.runtime import Runtime
-from frink_numba.cuda.shapes import LayerShape
 
 ALIGNMENT = 256  # bytes; what the driver's own allocations have at least
 _FLOAT = 4
@@ -47,42 +45,6 @@ class Carver:
         nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
         offset = self._layout.add(nbytes)
         return self._block[offset : offset + nbytes].view(dtype).reshape(*shape)
-
-
-class ScratchShape:
-    """The sizes that a run's scratch must have room for: the largest of its layers."""
-
-    def __init__(self, shapes: Sequence[LayerShape]) -> None:
-        self.hidden = max(shape.hidden for shape in shapes)
-        self.query_width = max(shape.query_width for shape in shapes)
-        self.kv_width = max(shape.kv_width for shape in shapes)
-        self.ffn = max(shape.ffn for shape in shapes)
-        self.slots = min(2, len(shapes))  # one layer's K/V rows come down while the next layer runs
-        self.rope_pairs = max(shape.rope_pairs for shape in shapes)
-
-    def parts(self, batch: int, start_pos: int, rope_tables: int) -> dict[str, int]:
-        """Elements of float32 of every part, by name, in the order they lie in the block."""
-        total = start_pos + batch
-        parts = {
-            "hidden": batch * self.hidden,
-            "normed": batch * self.hidden,
-            "projected": batch * self.hidden,
-            "queries": batch * self.query_width,
-            "attended": batch * self.query_width,
-            "gate": batch * self.ffn,
-            "up": batch * self.ffn,
-        }
-        for slot in range(self.slots):
-            parts[f"keys{slot}"] = total * self.kv_width
-            parts[f"values{slot}"] = total * self.kv_width
-        for table in range(rope_tables):
-            parts[f"cos{table}"] = batch * self.rope_pairs
-            parts[f"sin{table}"] = batch * self.rope_pairs
-        return parts
-
-    def nbytes(self, batch: int, start_pos: int, rope_tables: int) -> int:
-        """Bytes of the whole block."""
-        return float_bytes(*self.parts(batch, start_pos, rope_tables).values())
 
 
 class Arena:

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 
 from frink_numba.backend import Decline, LayerCache, Run, Serve, Step
 from frink_numba.cuda.admission import Admission
+from frink_numba.cuda.body import KvSource
 from frink_numba.cuda.classify import decline_reason
 from frink_numba.cuda.device import CudaDevice, open_device
-from frink_numba.cuda.memory import layer_bytes
 from frink_numba.cuda.residency import hold_layers, release_holder
-from frink_numba.cuda.run import Rows, run_layers, scratch_bytes
 from frink_numba.cuda.shapes import check_hidden, check_layer, check_prefix
 from frink_numba.cuda.traffic import Traffic
 from frink_numba.cuda.weights import DeviceLayer
@@ -45,7 +44,7 @@ class CudaBackend:
         self.name = name
         self.device = device
         self._layers = tuple(layers)
-        self._reasons = [_static_reason(layer) for layer in self._layers]
+        self._reasons = [_static_reason(layer, device) for layer in self._layers]
         served = [number for number, reason in enumerate(self._reasons) if reason is None]
         self._holder = object()
         self._admission = Admission(device, self._layers, served, self._holder)
@@ -90,19 +89,20 @@ class CudaBackend:
         if step.hidden is None:
             raise ShapeError("a step to run needs a hidden batch")
         check_hidden(step.hidden, step.batch, layers)
-        prefixes: list[Rows] = []
-        if step.start_pos:
-            for number, layer in enumerate(layers, l):
-                keys, values = step.caches[number].prefix()
-                check_prefix(layer, keys, values, step.start_pos)
-                prefixes.append((keys, values))
+        sources = []
+        for number, layer in enumerate(layers, l):
+            keys, values = step.caches[number].prefix()
+            check_prefix(layer, keys, values, step.start_pos)
+            sources.append(KvSource((keys, values), step.caches[number]))
 
         traffic = Traffic()
         device = self.device
         try:
             with device.working():
-                resident, block = self._make_room(layers, step, traffic)
-                hidden, kv_rows = run_layers(device, resident, step.hidden, prefixes, step.start_pos, block, traffic)
+                resident, block = self._make_room(l, layers, step, traffic)
+                hidden, kv_rows = device.body.run(
+                    device.workspace, resident, step.hidden, sources, step.start_pos, block, traffic
+                )
         except Exception as error:  # numba, cuda.core and cuda.bindings each have classes of their own
             failure = device.problem or device.failed(error)
             warn_once(f"backend {self.name}: a run failed after it was admitted, others serve its layers: {failure}")
@@ -116,21 +116,37 @@ class CudaBackend:
         """Give the device memory back; may be called twice. A later run would upload the weights again."""
         _let_go(self.name, self.device, self._holder)
 
-    def _make_room(self, layers: Sequence[Layer], step: Step, traffic: Traffic) -> tuple[list[DeviceLayer], object]:
-        """The layers on the device and the scratch for their run; own layers that this step does not need may go."""
-        device, bank = self.device, self.device.bank
+    def _make_room(
+        self,
+        first: int,
+        layers: Sequence[Layer],
+        step: Step,
+        traffic: Traffic,
+    ) -> tuple[list[DeviceLayer], object]:
+        """The layers on the device and the scratch for their run, with room for their new K/V rows.
+
+        K/V rows of other caches, and own layers that this step does not need, may go.
+        """
+        device, bank, body = self.device, self.device.bank, self.device.body
         scratch = self._admission.scratch(step)
-        missing = sum(layer_bytes(layer) for layer in layers if bank.find(layer, self._holder) is None)
-        over = bank.nbytes + missing + scratch - device.memory.bytes()
+        missing = sum(body.layer_bytes(layer) for layer in layers if bank.find(layer, self._holder) is None)
+        for number in range(first, first + len(layers)):
+            missing += self._admission.mirror(number, step) - body.mirror_held(step.caches[number])
+        over = bank.nbytes + body.mirrored_bytes + missing + scratch - device.memory.bytes()
+        if over > 0:
+            before = body.mirrored_bytes
+            body.forget(over, keep=[step.caches[number] for number in range(first, first + len(layers))])
+            over -= before - body.mirrored_bytes
         if over > 0:
             needed = {id(self._layers[number]) for number in self._admission.admitted()} | {id(x) for x in layers}
             for layer in bank.held_by(self._holder):
                 if over > 0 and id(layer) not in needed:
-                    over -= layer_bytes(layer)
+                    over -= body.layer_bytes(layer)
                     bank.drop(layer, self._holder)
+            body.dropped()
             device.runtime.release()
         resident = hold_layers(device, layers, self._holder, traffic, scratch)
-        exact = scratch_bytes(resident, step.batch, step.start_pos)
+        exact = body.scratch(layers).nbytes(step.batch, step.start_pos)
         return resident, device.workspace.arena.reserve(exact, max(0, self._admission.spare() - exact))
 
 
@@ -141,7 +157,7 @@ def _let_go(name: str, device: CudaDevice, holder: object) -> None:
         warn_once(f"backend {name}: the device failed while it was closed: {device.failed(error)}")
 
 
-def _static_reason(layer: Layer) -> str | None:
+def _static_reason(layer: Layer, device: CudaDevice) -> str | None:
     """What the layer's description gives against it: a feature that no kernel has, or parts that do not fit."""
     reason = decline_reason(layer)
     if reason is None:
@@ -149,6 +165,7 @@ def _static_reason(layer: Layer) -> str | None:
             check_layer(layer)
         except ShapeError as error:
             return str(error)
+        reason = device.body.why_not(layer)
     return reason
 
 

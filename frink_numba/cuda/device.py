@@ -15,7 +15,7 @@ from importlib import metadata, util
 
 from frink_numba import driver, settings
 from frink_numba.cuda.arena import Arena
-from frink_numba.cuda.launchers import Launchers, load_launchers
+from frink_numba.cuda.body import Body
 from frink_numba.cuda.memory import MemoryLimit
 from frink_numba.cuda.pinned import PinnedPool
 from frink_numba.cuda.runtime import NumbaRuntime, Runtime, compile_failed, one_line, out_of_memory, simulated
@@ -44,11 +44,10 @@ class Workspace:
 class CudaDevice:
     """One device of this process. Everything but `reason` and the facts is used under `working()`."""
 
-    def __init__(self, info: driver.Device, tier: str, runtime: Runtime, launchers: Launchers) -> None:
+    def __init__(self, info: driver.Device, runtime: Runtime, body: Body) -> None:
         self.info = info
-        self.tier = tier
         self.runtime = runtime
-        self.launchers = launchers
+        self.body = body
         self.memory = MemoryLimit(self._query_free)
         self.bank = WeightBank()
         self.reason: str | None = None  # why it cannot be used any more
@@ -58,6 +57,10 @@ class CudaDevice:
 
     def __str__(self) -> str:
         return f"{self.info.name}, {self.tier} tier"
+
+    @property
+    def tier(self) -> str:
+        return self.body.tier
 
     @property
     def problem(self) -> str | None:
@@ -86,8 +89,8 @@ class CudaDevice:
 
     @property
     def held_bytes(self) -> int:
-        """Device memory in use for weights and scratch."""
-        return self.bank.nbytes + self.arena_bytes
+        """Device memory in use for weights, scratch and K/V rows."""
+        return self.bank.nbytes + self.arena_bytes + self.body.mirrored_bytes
 
     def failed(self, error: BaseException) -> str:
         """Settle what a failure under `working()` means for later runs; its text, one line.
@@ -110,8 +113,9 @@ class CudaDevice:
         return text
 
     def trim(self) -> None:
-        """Give back scratch and streams when nobody's weights are held any more."""
+        """Give back scratch, streams and K/V rows when nobody's weights are held any more."""
         if self._workspace is not None and not self.bank.nbytes:
+            self.body.forget(self.body.mirrored_bytes)
             self._workspace = None
             self.runtime.release()
 
@@ -184,9 +188,23 @@ def _open(number: int) -> CudaDevice:
         raise BackendUnavailable(f"{info.name} has compute capability {major}.{minor}, the kernels need 7.5 or newer")
     tier = choose_tier(settings.get("FRINK_CUDA_TIER"), info.compute_capability)
     try:
-        return CudaDevice(info, tier, NumbaRuntime(number), load_launchers())
+        runtime = NumbaRuntime(number)
+        return CudaDevice(info, runtime, make_body(tier, info, runtime))
     except ImportError as error:
         raise BackendUnavailable(f"numba-cuda cannot be imported: {one_line(error)}") from error
+
+
+def make_body(tier: str, info: driver.Device, runtime: Runtime) -> Body:
+    """The body of a tier. ImportError when numba-cuda cannot be imported."""
+    if tier == "simt":
+        from frink_numba.cuda.simt.body import SimtBody
+        from frink_numba.cuda.simt.launchers import load_launchers
+
+        return SimtBody(runtime, load_launchers())
+    from frink_numba.cuda.tensor.body import TensorBody
+    from frink_numba.cuda.tensor.kernels import TensorKernels
+
+    return TensorBody(runtime, TensorKernels(tier, info.compute_capability, info.multiprocessors), info.multiprocessors)
 
 
 def _check_packages(found: driver.Driver) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from frink_numba.cuda.device import CudaDevice
-from frink_numba.cuda.memory import in_units, layer_bytes
+from frink_numba.cuda.memory import in_units
 from frink_numba.cuda.traffic import Traffic
-from frink_numba.cuda.weights import DeviceLayer, upload_layer
+from frink_numba.cuda.weights import DeviceLayer
 from frink_numba.errors import DeviceError
 from frink_numba.layer import Layer
 
@@ -20,17 +20,16 @@ def hold_layers(
     DeviceError, before anything is allocated, when they would pass the budget together with `scratch` bytes.
     """
     missing = {id(layer): layer for layer in layers if device.bank.find(layer, holder) is None}
-    check_room(device, sum(layer_bytes(layer) for layer in missing.values()), scratch)
+    check_room(device, sum(device.body.layer_bytes(layer) for layer in missing.values()), scratch)
     for layer in missing.values():
-        uploaded = upload_layer(device.runtime, device.launchers, layer, device.workspace.compute, traffic)
-        device.bank.add(uploaded, holder)
+        device.bank.add(device.body.upload(layer, device.workspace.compute, traffic), holder)
     return [device.bank.get(layer) for layer in layers]
 
 
 def check_room(device: CudaDevice, weights: int, scratch: int) -> None:
-    """DeviceError when `weights` more bytes of weights, and `scratch` bytes of scratch, pass the device's budget."""
+    """DeviceError when `weights` more bytes of weights and `scratch` bytes of scratch pass the device's budget."""
     limit = device.memory.bytes()
-    need = device.bank.nbytes + weights + max(scratch, device.arena_bytes)
+    need = device.bank.nbytes + device.body.mirrored_bytes + weights + max(scratch, device.arena_bytes)
     if need > limit:
         raise DeviceError(
             f"{in_units(need)} of weights and scratch do not fit into the device memory budget of {in_units(limit)}; "
@@ -47,5 +46,6 @@ def release_holder(device: CudaDevice, holder: object) -> None:
         for layer in layers:
             device.bank.drop(layer, holder)
         if layers:
+            device.body.dropped()
             device.runtime.release()
         device.trim()

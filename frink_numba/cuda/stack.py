@@ -14,10 +14,10 @@ from types import TracebackType
 
 import numpy as np
 
+from frink_numba.cuda.body import KvSource, Rows
 from frink_numba.cuda.classify import decline_reason
 from frink_numba.cuda.device import CudaDevice, open_device
 from frink_numba.cuda.residency import check_room, hold_layers, release_holder
-from frink_numba.cuda.run import Rows, run_layers, scratch_bytes
 from frink_numba.cuda.shapes import check_hidden, check_layer, check_prefix
 from frink_numba.cuda.traffic import Traffic
 from frink_numba.cuda.weights import DeviceLayer
@@ -33,6 +33,8 @@ class ResidentLayers:
         self.device = device
         self.traffic = Traffic()  # all that went over the bus for these layers
         self._holder = object()
+        # Stand in for the caches that the caller keeps: the device's K/V memory is used again by the next call.
+        self._caches = [_Unknown() for _ in layers]
 
     def __enter__(self) -> ResidentLayers:
         return self
@@ -46,9 +48,23 @@ class ResidentLayers:
         """Give the device memory back; may be called twice."""
         release_holder(self.device, self._holder)
 
+    def sources(self, prefixes: Sequence[Rows]) -> list[KvSource]:
+        """The K/V rows before the batch; no `prefixes` where there are none."""
+        if prefixes:
+            return [KvSource(rows, cache) for rows, cache in zip(prefixes, self._caches, strict=True)]
+        found = []
+        for layer, cache in zip(self.layers, self._caches, strict=True):
+            empty = np.empty((0, layer.attention.n_kv_heads, layer.attention.head_dim), np.float32)
+            found.append(KvSource((empty, empty), cache))
+        return found
+
     def device_layers(self) -> list[DeviceLayer]:
         """The layers on the device, uploaded if they are not there; under `device.working()`."""
         return hold_layers(self.device, self.layers, self._holder, self.traffic)
+
+
+class _Unknown:
+    """A cache that tells nothing of its rows: they go up with every call."""
 
 
 def load_layers(layers: Sequence[Layer], *, device: int | CudaDevice = 0) -> ResidentLayers:
@@ -59,12 +75,16 @@ def load_layers(layers: Sequence[Layer], *, device: int | CudaDevice = 0) -> Res
     """
     if not layers:
         raise ShapeError("a stack needs at least one layer")
+    opened = open_device(device) if isinstance(device, int) else device
     for number, layer in enumerate(layers):
         reason = decline_reason(layer)
         if reason is not None:
             raise BackendError(f"layer {number} cannot run on the device: {reason}")
         check_layer(layer)
-    resident = ResidentLayers(open_device(device) if isinstance(device, int) else device, layers)
+        reason = opened.body.why_not(layer)
+        if reason is not None:
+            raise BackendError(f"layer {number} cannot run on the device: {reason}")
+    resident = ResidentLayers(opened, layers)
     try:
         with resident.device.working():
             resident.device_layers()
@@ -118,10 +138,15 @@ def _launch(
     try:
         with device.working():
             layers = resident.device_layers()
-            need = scratch_bytes(layers, hidden.shape[0], start_pos)
-            check_room(device, 0, need)
+            sources, total = resident.sources(prefixes), start_pos + hidden.shape[0]
+            need = device.body.scratch(resident.layers).nbytes(hidden.shape[0], start_pos)
+            mirrors = sum(
+                device.body.mirror_bytes(layer, source.cache, total) - device.body.mirror_held(source.cache)
+                for layer, source in zip(resident.layers, sources, strict=True)
+            )
+            check_room(device, mirrors, need)
             block = device.workspace.arena.reserve(need, spare=0)
-            answer = run_layers(device, layers, hidden, prefixes, start_pos, block, traffic)
+            answer = device.body.run(device.workspace, layers, hidden, sources, start_pos, block, traffic)
     except Exception as error:  # numba, cuda.core and cuda.bindings each have classes of their own
         raise DeviceError(device.problem or device.failed(error)) from error
     resident.traffic.add(traffic)

@@ -1,57 +1,21 @@
-"""Device weights: a layer's matrices, norms, biases and frequencies in one block, uploaded once and shared (R8)."""
+"""The layers that a device holds: who holds which, and how many bytes they take (R8)."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
-import numpy as np
-
-from frink_numba.cuda.arena import Carver
-from frink_numba.cuda.launchers import Launchers
-from frink_numba.cuda.memory import RopeKey, layer_bytes, matrices, rope_key, vectors
-from frink_numba.cuda.runtime import Runtime
-from frink_numba.cuda.shapes import LayerShape
-from frink_numba.cuda.traffic import Traffic
 from frink_numba.layer import Layer
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DeviceLayer:
-    """A layer on the device. `matrices` by site (q, k, v, o, gate, up, down), `vectors` by name where present."""
-
-    layer: Layer
-    shape: LayerShape
-    nbytes: int
-    matrices: dict[str, Any]
-    vectors: dict[str, Any]
-    rope_key: RopeKey | None
+class DeviceLayer(Protocol):
+    """A layer on a device, as the device's body made it."""
 
     @property
-    def magnitude_scale(self) -> float:
-        rope = self.layer.attention.rope
-        return 1.0 if rope is None else rope.magnitude_scale
+    def layer(self) -> Layer: ...
 
-
-def upload_layer(runtime: Runtime, launchers: Launchers, layer: Layer, stream: Any, traffic: Traffic) -> DeviceLayer:
-    """Allocate one block for `layer` and fill it in the order of `stream`. Raises what runtime and launchers raise."""
-    nbytes = layer_bytes(layer)
-    carver = Carver(runtime.device_bytes(nbytes))
-    placed = {}
-    for site, matrix in matrices(layer).items():
-        source = launchers.pack(matrix)
-        data = carver.array(source.shape, np.uint8)
-        runtime.upload(data, source, stream)
-        traffic.weights_up += source.nbytes
-        placed[site] = launchers.matrix(matrix.kind, data, matrix.rows, matrix.cols)
-    small = vectors(layer)
-    named = {}
-    for name, vector in small.items():
-        named[name] = carver.array(vector.shape, vector.dtype)
-        runtime.upload(named[name], np.ascontiguousarray(vector), stream)
-        traffic.weights_up += vector.nbytes
-    return DeviceLayer(layer, LayerShape.of(layer), nbytes, placed, named, rope_key(layer))
+    @property
+    def nbytes(self) -> int: ...
 
 
 class WeightBank:

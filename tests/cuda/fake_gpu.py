@@ -20,7 +20,8 @@ import numpy as np
 
 from frink_numba import driver
 from frink_numba.cuda.device import CudaDevice
-from frink_numba.cuda.launchers import Launchers
+from frink_numba.cuda.simt.body import SimtBody
+from frink_numba.cuda.simt.launchers import Launchers
 from frink_numba.kernels.device_matrix import DeviceMatrix, pack
 from frink_numba.layer import RopeLayout
 
@@ -270,7 +271,7 @@ def fake_device(number: int = 0, memory_bytes: int = 1 << 34, schedule: str = "l
     """Device `number`, as `open_device` would answer it."""
     runtime = FakeRuntime(memory_bytes, schedule, seed)
     info = driver.Device(number, f"Fake GPU {number}", memory_bytes, (9, 0), 132)
-    return CudaDevice(info, "simt", runtime, fake_launchers(runtime))
+    return CudaDevice(info, runtime, SimtBody(runtime, fake_launchers(runtime)))
 
 
 def is_nan_free(*arrays: np.ndarray) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from frink_numba import registry
 from frink_numba.backend import Decline, Serve
 from frink_numba.cuda.backend import CudaBackend
-from frink_numba.cuda.memory import layer_bytes
+from frink_numba.cuda.simt.weights import layer_bytes
 from frink_numba.dispatch import Dispatcher
 from frink_numba.host.backend import HostBackend
 from frink_numba.layer import Activation

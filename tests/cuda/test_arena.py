@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from frink_numba.cuda.arena import ALIGNMENT, Arena, Carver, Layout, ScratchShape, float_bytes
+from frink_numba.cuda.arena import ALIGNMENT, Arena, Carver, Layout, float_bytes
 from frink_numba.cuda.shapes import LayerShape
+from frink_numba.cuda.simt.scratch import ScratchShape
 from tests.cuda.fake_gpu import OUT_OF_MEMORY, FakeCudaError, FakeRuntime
 
 
@@ -30,22 +31,22 @@ def test_a_layout_counts_what_a_carver_takes():
 
 def test_scratch_has_room_for_the_largest_of_unlike_layers():
     small, wide = LayerShape(40, 4, 2, 16, 56, 8), LayerShape(40, 2, 1, 64, 20, 0)
-    parts = ScratchShape([small, wide]).parts(batch=3, start_pos=5, rope_tables=1)
+    parts = ScratchShape([small, wide], rope_tables=1).parts(batch=3, start_pos=5)
     assert parts["hidden"] == parts["normed"] == parts["projected"] == 3 * 40
     assert parts["queries"] == parts["attended"] == 3 * 128
     assert parts["gate"] == parts["up"] == 3 * 56
     assert parts["keys0"] == parts["values1"] == 8 * 64
     assert parts["cos0"] == parts["sin0"] == 3 * 8
-    assert "keys1" not in ScratchShape([small]).parts(3, 5, 1)
+    assert "keys1" not in ScratchShape([small], 1).parts(3, 5)
 
 
 def test_memory_grows_with_the_rows_and_not_with_their_square():
     """R11 and the issue: scratch is linear in the batch and in the prefix."""
-    shape = ScratchShape([LayerShape(4096, 32, 8, 128, 14336, 64)] * 2)
-    sizes = [shape.nbytes(batch, 0, 1) for batch in (512, 1024, 2048)]
+    shape = ScratchShape([LayerShape(4096, 32, 8, 128, 14336, 64)] * 2, 1)
+    sizes = [shape.nbytes(batch, 0) for batch in (512, 1024, 2048)]
     assert sizes[1] - sizes[0] < 1.1 * sizes[0]
     assert sizes[2] - sizes[1] < 1.1 * (sizes[1] - sizes[0]) * 2
-    assert shape.nbytes(512, 4096, 1) - shape.nbytes(512, 0, 1) == 4 * 4096 * 1024 * 4
+    assert shape.nbytes(512, 4096) - shape.nbytes(512, 0) == 4 * 4096 * 1024 * 4
 
 
 def test_it_grows_by_a_quarter_more_only_into_spare_memory():

@@ -15,6 +15,7 @@ from frink_numba import driver
 from frink_numba.cuda import device as module
 from frink_numba.cuda.backend import create
 from frink_numba.cuda.device import open_device, visible_devices
+from frink_numba.cuda.simt.body import SimtBody
 from frink_numba.errors import BackendUnavailable, DeviceError
 from tests.cuda.fake_gpu import ILLEGAL_ADDRESS, OUT_OF_MEMORY, FakeCudaError, LinkerError, fake_device
 
@@ -102,17 +103,17 @@ def test_packages_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch):
     """Field report: NumPy 2.5 breaks numba-cuda. An import that fails is a reason, not a crash."""
     answering(monkeypatch)
 
-    def broken() -> None:
+    def broken(*_: object) -> None:
         raise ImportError("cannot import name 'row_stack' from 'numpy'")
 
-    monkeypatch.setattr(module, "load_launchers", broken)
+    monkeypatch.setattr(module, "make_body", broken)
     assert "numba-cuda cannot be imported: ImportError: cannot import name 'row_stack'" in str(reason_of())
 
 
 def test_a_device_is_opened_once_with_its_facts(monkeypatch: pytest.MonkeyPatch):
     answering(monkeypatch)
     monkeypatch.setattr(module, "NumbaRuntime", lambda number: None)
-    monkeypatch.setattr(module, "load_launchers", lambda: None)
+    monkeypatch.setattr(module, "make_body", lambda tier, info, runtime: SimtBody(runtime, None))
     device = open_device(0)
     assert open_device(0) is device
     assert device.info == H200

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from frink_numba.cuda.memory import MemoryLimit, in_units, inverse_frequencies, layer_bytes, rope_key, vectors
+from frink_numba.cuda.memory import MemoryLimit, in_units
+from frink_numba.cuda.parts import inverse_frequencies, rope_key, vectors
+from frink_numba.cuda.simt.weights import layer_bytes
 from frink_numba.cuda.traffic import Traffic
-from frink_numba.cuda.weights import upload_layer
 from frink_numba.errors import SettingError
 from tests.cuda.fake_gpu import fake_device
 from tests.cuda.test_run import OPTIONS
@@ -48,7 +49,7 @@ def test_a_layers_size_is_what_its_upload_takes(options):
     traffic = Traffic()
     with device.working():
         stream = device.workspace.compute
-        uploaded = upload_layer(device.runtime, device.launchers, layer, stream, traffic)
+        uploaded = device.body.upload(layer, stream, traffic)
         device.runtime.drain()
     assert uploaded.nbytes == layer_bytes(layer) == device.runtime.allocated()
     assert traffic.weights_up == device.runtime.up

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from frink_numba.cuda.run import run_layers, scratch_bytes
+from frink_numba.cuda.body import KvSource
 from frink_numba.cuda.traffic import Traffic
-from frink_numba.cuda.weights import upload_layer
 from frink_numba.layer import Layer, RopeLayout
 from tests import reference
 from tests.cuda.fake_gpu import fake_device
@@ -42,9 +41,11 @@ def go(device, layers, hidden, prefixes, start_pos):
     traffic = Traffic()
     with device.working():
         stream = device.workspace.compute
-        resident = [upload_layer(device.runtime, device.launchers, layer, stream, traffic) for layer in layers]
-        block = device.workspace.arena.reserve(scratch_bytes(resident, len(hidden), start_pos), 0)
-        hidden, rows = run_layers(device, resident, hidden, prefixes, start_pos, block, traffic)
+        resident = [device.body.upload(layer, stream, traffic) for layer in layers]
+        need = device.body.scratch(layers).nbytes(len(hidden), start_pos)
+        block = device.workspace.arena.reserve(need, 0)
+        sources = [KvSource(rows) for rows in prefixes]
+        hidden, rows = device.body.run(device.workspace, resident, hidden, sources, start_pos, block, traffic)
     return hidden, rows, traffic
 
 

@@ -7,7 +7,7 @@ import gc
 import numpy as np
 
 from frink_numba.cuda.traffic import Traffic
-from frink_numba.cuda.weights import WeightBank, upload_layer
+from frink_numba.cuda.weights import WeightBank
 from tests.cuda.fake_gpu import fake_device
 from tests.random_layers import random_layer
 
@@ -20,7 +20,7 @@ def test_layers_are_shared_and_freed_with_their_last_holder():
     with device.working():
         stream = device.workspace.compute
         for layer in layers:
-            bank.add(upload_layer(device.runtime, device.launchers, layer, stream, Traffic()), first)
+            bank.add(device.body.upload(layer, stream, Traffic()), first)
         device.runtime.drain()
     total = bank.nbytes
     assert total == device.runtime.allocated()
@@ -46,7 +46,7 @@ def test_a_layer_is_kept_alive_with_its_weights():
     device, bank = fake_device(), WeightBank()
     with device.working():
         layer = random_layer(np.random.default_rng(0))
-        bank.add(upload_layer(device.runtime, device.launchers, layer, device.workspace.compute, Traffic()), "me")
+        bank.add(device.body.upload(layer, device.workspace.compute, Traffic()), "me")
     number = id(layer)
     del layer
     gc.collect()

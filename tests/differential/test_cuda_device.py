@@ -53,7 +53,7 @@ def make_step(layers, batch: int = 33, start_pos: int = 21, seed: int = 0):
 def own_device() -> CudaDevice:
     """The first device with a state of its own, so that a lowered budget stays in its test."""
     device = open_device(0)
-    return CudaDevice(device.info, device.tier, device.runtime, device.launchers)
+    return CudaDevice(device.info, device.runtime, device.body)
 
 
 def test_the_device_is_described():
@@ -239,11 +239,11 @@ def wild(x, far):
 layers = make_model()
 step = make_step(layers)
 device = open_device(0)
-kernels = device.launchers
+kernels = device.body.launchers
 def residual_add(x, y, stream):
     wild[1, 32, stream](x.reshape(x.size), 1 << 40)
     kernels.residual_add(x, y, stream)
-device.launchers = replace(kernels, residual_add=residual_add)
+device.body.launchers = replace(kernels, residual_add=residual_add)
 register_backend("broken", lambda layers: CudaBackend(layers, device))
 walk = Dispatcher(layers, host=HostBackend, backends="broken,host")
 result = walk.run(step)

@@ -3,10 +3,55 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from frink_numba.cuda.arena import float_bytes
+from frink_numba.cuda.parts import rope_key
 from frink_numba.cuda.shapes import LayerShape
+from frink_numba.layer import Layer
+
+
+class ScratchShape:
+    """The sizes that a run's scratch must have room for: the largest of its layers."""
+
+    def __init__(self, shapes: Sequence[LayerShape], rope_tables: int) -> None:
+        self.rope_tables = rope_tables
+        self.hidden = max(shape.hidden for shape in shapes)
+        self.query_width = max(shape.query_width for shape in shapes)
+        self.kv_width = max(shape.kv_width for shape in shapes)
+        self.ffn = max(shape.ffn for shape in shapes)
+        self.slots = min(2, len(shapes))  # one layer's K/V rows come down while the next layer runs
+        self.rope_pairs = max(shape.rope_pairs for shape in shapes)
+
+    @classmethod
+    def of(cls, layers: Sequence[Layer]) -> ScratchShape:
+        return cls([LayerShape.of(layer) for layer in layers], len({rope_key(layer) for layer in layers} - {None}))
+
+    def parts(self, batch: int, start_pos: int) -> dict[str, int]:
+        """Elements of float32 of every part, by name, in the order they lie in the block."""
+        total = start_pos + batch
+        parts = {
+            "hidden": batch * self.hidden,
+            "normed": batch * self.hidden,
+            "projected": batch * self.hidden,
+            "queries": batch * self.query_width,
+            "attended": batch * self.query_width,
+            "gate": batch * self.ffn,
+            "up": batch * self.ffn,
+        }
+        for slot in range(self.slots):
+            parts[f"keys{slot}"] = total * self.kv_width
+            parts[f"values{slot}"] = total * self.kv_width
+        for table in range(self.rope_tables):
+            parts[f"cos{table}"] = batch * self.rope_pairs
+            parts[f"sin{table}"] = batch * self.rope_pairs
+        return parts
+
+    def nbytes(self, batch: int, start_pos: int) -> int:
+        """Bytes of the whole block."""
+        return float_bytes(*self.parts(batch, start_pos).values())
 
 
 @dataclass(slots=True)

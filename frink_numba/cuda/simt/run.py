@@ -13,40 +13,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from frink_numba.cuda.arena import Carver, ScratchShape, float_bytes
-from frink_numba.cuda.device import CudaDevice
-from frink_numba.cuda.scratch import Views
+from frink_numba.cuda.arena import Carver, float_bytes
+from frink_numba.cuda.body import Rows
+from frink_numba.cuda.runtime import Runtime
+from frink_numba.cuda.simt.launchers import Launchers
+from frink_numba.cuda.simt.scratch import ScratchShape, Views
+from frink_numba.cuda.simt.weights import SimtLayer
 from frink_numba.cuda.traffic import Traffic
-from frink_numba.cuda.weights import DeviceLayer
 
-Rows = tuple[np.ndarray, np.ndarray]
-
-
-def scratch_bytes(layers: Sequence[DeviceLayer], batch: int, start_pos: int) -> int:
-    """Bytes of the arena that `run_layers` needs."""
-    return ScratchShape([layer.shape for layer in layers]).nbytes(batch, start_pos, len(_rope_keys(layers)))
+if TYPE_CHECKING:
+    from frink_numba.cuda.device import Workspace
 
 
 def run_layers(
-    device: CudaDevice,
-    layers: Sequence[DeviceLayer],
+    runtime: Runtime,
+    launchers: Launchers,
+    work: Workspace,
+    layers: Sequence[SimtLayer],
     hidden: np.ndarray,
     prefixes: Sequence[Rows],
     start_pos: int,
     block: Any,
     traffic: Traffic,
 ) -> tuple[np.ndarray, list[Rows]]:
-    """Take `hidden` [batch, hidden_dim] through `layers`; shapes are checked already, `device.working()` is entered.
+    """Take `hidden` [batch, hidden_dim] through `layers`; shapes are checked already, the device is entered.
 
     `prefixes`: K and V rows [start_pos, n_kv_heads, head_dim] of each layer, looked at only when start_pos > 0.
-    `block`: scratch of at least `scratch_bytes`. Answers the new hidden batch and each layer's K/V rows, in page-locked
-    memory that is theirs. Raises what runtime and launchers raise, once nothing runs on the device any more.
+    `block`: scratch of at least `ScratchShape.nbytes`. Answers the new hidden batch and each layer's K/V rows, in
+    page-locked memory that is theirs. Raises what runtime and launchers raise, once nothing runs on the device any more.
     """
-    run = _Run(device, layers, hidden.shape[0], start_pos, block, traffic)
+    run = _Run(runtime, launchers, work, layers, hidden.shape[0], start_pos, block, traffic)
     try:
         run.start(hidden)
         for index, layer in enumerate(layers):
@@ -56,7 +56,7 @@ def run_layers(
             run.feed_forward(layer)
         return run.finish()
     except BaseException:  # a keyboard interrupt too: memory that the device still writes to must not be reused
-        device.runtime.drain()
+        runtime.drain()
         raise
 
 
@@ -65,26 +65,27 @@ class _Run:
 
     def __init__(
         self,
-        device: CudaDevice,
-        layers: Sequence[DeviceLayer],
+        runtime: Runtime,
+        launchers: Launchers,
+        work: Workspace,
+        layers: Sequence[SimtLayer],
         batch: int,
         start_pos: int,
         block: Any,
         traffic: Traffic,
     ) -> None:
-        self._runtime = device.runtime
-        self._launch = device.launchers
-        self._work = device.workspace
+        self._runtime = runtime
+        self._launch = launchers
+        self._work = work
         self._traffic = traffic
         self._start_pos = start_pos
         self._kept: list[Any] = []  # sources of copies that may still be under way
 
         shapes = [layer.shape for layer in layers]
-        scratch, keys = ScratchShape(shapes), _rope_keys(layers)
+        keys = _rope_keys(layers)
+        scratch = ScratchShape(shapes, len(keys))
         carver = Carver(block)
-        parts = {
-            name: carver.array((elements,)) for name, elements in scratch.parts(batch, start_pos, len(keys)).items()
-        }
+        parts = {name: carver.array((elements,)) for name, elements in scratch.parts(batch, start_pos).items()}
         self._n_slots = scratch.slots
         self._views = {shape: Views(parts, shape, batch, start_pos, scratch.slots) for shape in dict.fromkeys(shapes)}
         self._hidden = parts["hidden"].reshape(batch, scratch.hidden)
@@ -113,7 +114,7 @@ class _Run:
             frequencies, scale = layer.vectors["inverse_frequencies"], layer.magnitude_scale
             self._launch.rope_table(frequencies, scale, self._start_pos, cos, sin, stream)
 
-    def bring_prefix(self, index: int, layer: DeviceLayer, prefix: Rows) -> None:
+    def bring_prefix(self, index: int, layer: SimtLayer, prefix: Rows) -> None:
         """The host cache's rows before the batch go up into the layer's slot (R11)."""
         work, number = self._work, index % self._n_slots
         slot = self._views[layer.shape].slots[number]
@@ -129,7 +130,7 @@ class _Run:
             self._traffic.prefix_up += source.nbytes
         self._runtime.record(work.prefix_up[number], work.uploads)
 
-    def attention(self, index: int, layer: DeviceLayer) -> None:
+    def attention(self, index: int, layer: SimtLayer) -> None:
         """hidden += post_attn_norm(attention(attn_norm(hidden))); the layer's K/V rows start their way down."""
         launch, work, stream = self._launch, self._work, self._work.compute
         spec, eps = layer.layer.attention, layer.layer.norm_eps
@@ -178,7 +179,7 @@ class _Run:
         launch.quantized_matmul(views.attended, weights["o"], views.projected, stream)
         self._add(vectors.get("post_attn_norm"), views.projected, eps)
 
-    def feed_forward(self, layer: DeviceLayer) -> None:
+    def feed_forward(self, layer: SimtLayer) -> None:
         """hidden += post_ffn_norm(down(silu(gate x) * (up x))) with x = ffn_norm(hidden)."""
         launch, stream = self._launch, self._work.compute
         views, weights, vectors, eps = self._views[layer.shape], layer.matrices, layer.vectors, layer.layer.norm_eps
@@ -213,6 +214,6 @@ class _Run:
         self._launch.residual_add(self._hidden, projected, self._work.compute)
 
 
-def _rope_keys(layers: Sequence[DeviceLayer]) -> dict[Any, DeviceLayer]:
+def _rope_keys(layers: Sequence[SimtLayer]) -> dict[Any, SimtLayer]:
     """The distinct tables of cosines and sines, each with a layer that needs it."""
     return {layer.rope_key: layer for layer in layers if layer.rope_key}

@@ -1,0 +1,91 @@
+"""What a kernel tier makes of layers: their weights on the device, the scratch of a run, and the run itself.
+
+A device has one body, of its tier: `simt/` serves every GPU, `tensor/` those with tensor cores. All else in this
+package (admission, residency, budget, failures) is the same for both and speaks to them through this protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+
+from frink_numba.cuda.traffic import Traffic
+from frink_numba.cuda.weights import DeviceLayer
+from frink_numba.layer import Layer
+
+if TYPE_CHECKING:
+    from frink_numba.cuda.device import Workspace
+
+Rows: TypeAlias = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(slots=True)
+class KvSource:
+    """One layer's K/V rows before the batch, and the cache they are from.
+
+    prefix: K and V [start_pos, n_kv_heads, head_dim], float32 or float16, K after its rotation. cache: the object that
+    owns them (see `tensor/mirror.py` for what it may tell), or None.
+    """
+
+    prefix: Rows
+    cache: Any = None
+
+
+class ScratchSize(Protocol):
+    def nbytes(self, batch: int, start_pos: int) -> int:
+        """Bytes of scratch of a run of any of the layers, for `batch` rows from position `start_pos` on."""
+
+
+class Body(Protocol):
+    """Every method but the first two is used under the device's `working()`."""
+
+    @property
+    def tier(self) -> str: ...
+
+    def why_not(self, layer: Layer) -> str | None:
+        """Why this tier cannot run a layer that others can, in one line; None when it can. From the description."""
+
+    def layer_bytes(self, layer: Layer) -> int:
+        """Bytes that the layer's weights take on the device. From the description."""
+
+    def scratch(self, layers: Sequence[Layer]) -> ScratchSize:
+        """The scratch of runs over any of `layers`, at least one. From the descriptions."""
+
+    def mirror_bytes(self, layer: Layer, cache: Any, positions: int) -> int:
+        """Bytes of device memory that the layer's K/V rows of `positions` positions take beside the scratch."""
+
+    def mirror_held(self, cache: Any) -> int:
+        """Bytes of device memory that this cache's rows take now."""
+
+    @property
+    def mirrored_bytes(self) -> int:
+        """Bytes of device memory that all K/V rows take now."""
+
+    def forget(self, nbytes: int, keep: Sequence[Any] = ()) -> None:
+        """Give back at least `nbytes` of device memory of K/V rows if there are, except those of the caches `keep`."""
+
+    def upload(self, layer: Layer, stream: Any, traffic: Traffic) -> DeviceLayer:
+        """Allocate the layer's memory and fill it in the order of `stream`."""
+
+    def dropped(self) -> None:
+        """Layers or scratch were given back: let go of what refers to them."""
+
+    def run(
+        self,
+        work: Workspace,
+        layers: Sequence[Any],
+        hidden: np.ndarray,
+        sources: Sequence[KvSource],
+        start_pos: int,
+        block: Any,
+        traffic: Traffic,
+    ) -> tuple[np.ndarray, list[Rows]]:
+        """Take `hidden` [batch, hidden_dim] through uploaded `layers`; shapes are checked already.
+
+        `block`: scratch of at least `scratch(...).nbytes`. Answers the new hidden batch and each layer's K/V rows
+        float32 [batch, n_kv_heads, head_dim], K after the rotation, in memory that is the caller's. Raises what the
+        runtime and the kernels raise, once nothing runs on the device any more.
+        """

@@ -1,0 +1,68 @@
+"""The SIMT body: float32 throughout, on every GPU that numba-cuda serves and in its simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from frink_numba.cuda.body import KvSource, Rows, ScratchSize
+from frink_numba.cuda.runtime import Runtime
+from frink_numba.cuda.simt.launchers import Launchers
+from frink_numba.cuda.simt.run import run_layers
+from frink_numba.cuda.simt.scratch import ScratchShape
+from frink_numba.cuda.simt.weights import SimtLayer, layer_bytes, upload_layer
+from frink_numba.cuda.traffic import Traffic
+from frink_numba.layer import Layer
+
+if TYPE_CHECKING:
+    from frink_numba.cuda.device import Workspace
+
+
+class SimtBody:
+    """See `frink_numba.cuda.body.Body`. Prefix rows go up with every step: it keeps none of them."""
+
+    tier = "simt"
+    mirrored_bytes = 0
+
+    def __init__(self, runtime: Runtime, launchers: Launchers) -> None:
+        self.runtime = runtime
+        self.launchers = launchers
+
+    def why_not(self, layer: Layer) -> str | None:
+        return None
+
+    def layer_bytes(self, layer: Layer) -> int:
+        return layer_bytes(layer)
+
+    def scratch(self, layers: Sequence[Layer]) -> ScratchSize:
+        return ScratchShape.of(layers)
+
+    def mirror_bytes(self, layer: Layer, cache: Any, positions: int) -> int:
+        return 0
+
+    def mirror_held(self, cache: Any) -> int:
+        return 0
+
+    def forget(self, nbytes: int, keep: Sequence[Any] = ()) -> None:
+        """There is nothing to forget."""
+
+    def dropped(self) -> None:
+        """Nothing refers to layers or scratch between runs."""
+
+    def upload(self, layer: Layer, stream: Any, traffic: Traffic) -> SimtLayer:
+        return upload_layer(self.runtime, self.launchers, layer, stream, traffic)
+
+    def run(
+        self,
+        work: Workspace,
+        layers: Sequence[SimtLayer],
+        hidden: np.ndarray,
+        sources: Sequence[KvSource],
+        start_pos: int,
+        block: Any,
+        traffic: Traffic,
+    ) -> tuple[np.ndarray, list[Rows]]:
+        prefixes = [source.prefix for source in sources]
+        return run_layers(self.runtime, self.launchers, work, layers, hidden, prefixes, start_pos, block, traffic)
