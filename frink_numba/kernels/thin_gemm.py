@@ -1,0 +1,183 @@
+"""Quantized products of few rows (generation: M = 1 to 16) at memory bandwidth, over the packs of `gemm_pack.py`.
+
+    y[M, N] = epilogue(f(x)[M, K] W[N, K]^T),   f: nothing (f16 operands) or an RMS norm of float32 rows
+
+In order of use; the weights are the same device copies that the prefill products use:
+
+    thins = ThinGemms((9, 0), multiprocessors=132)              # per device
+    product = thins.product(weights, m, norm=True)              # weights: gemm.DeviceWeights; compiles or loads
+    launch = product.bind(weights, NormRows(hidden, norm_weight, eps), out, workspace=address)
+    launch(stream)                                              # graphs capture it
+
+All arguments are frozen when bound, M included: one product per M (the code is shared by M = 1..8 and by 9..16). The
+workspace is one per stream, `product.workspace` bytes or more (0 for most), zeroed once; launches leave it zero where
+it matters. On sm_90 a launch starts while its predecessor still runs and fetches its weights ahead, so that everything
+launched on the stream between two thin products must finish its writes before its own end, as kernels do.
+
+`thin_gemm_kernel.py` is the kernel, `thin_gemm_plan.py` says how the work is cut.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from dataclasses import dataclass
+
+from frink_numba.errors import BackendUnavailable, ShapeError
+from frink_numba.kernels import thin_gemm_kernel
+from frink_numba.kernels.cubins import Source, Target
+from frink_numba.kernels.cubins import load as load_cubin
+from frink_numba.kernels.gemm import DeviceWeights, HalfRows
+from frink_numba.kernels.gemm_epilogue import GATES, Epilogue
+from frink_numba.kernels.launch import Launch, LoadedKernel
+from frink_numba.kernels.thin_gemm_kernel import MOST_NORM_COLUMNS, THREADS, ThinGemm, fitting_slots
+from frink_numba.kernels.thin_gemm_plan import MOST_ROWS, ThinPlan, thin_plan
+
+
+@dataclass(frozen=True, slots=True)
+class NormRows:
+    """float32 rows on the device that a product normalizes on their way in.
+
+    hidden: float32 [M, K]; weight: float32 [K], the RMS norm's, K a multiple of 32 and at most 8192.
+    """
+
+    hidden: int
+    weight: int
+    eps: float
+
+
+class ThinGemms:
+    """The thin products of one device: kernels loaded once each. Thread-safe."""
+
+    def __init__(self, capability: tuple[int, int], multiprocessors: int) -> None:
+        if capability < (8, 0):
+            raise BackendUnavailable(
+                f"no tensor-core kernels for compute capability {capability[0]}.{capability[1]}: 8.0 is the least"
+            )
+        self.target = Target("90a" if capability == (9, 0) else f"{capability[0]}{capability[1]}")
+        self.multiprocessors = multiprocessors
+        self._overlap = capability >= (9, 0)
+        self._kernels: dict[tuple[ThinGemm, int], LoadedKernel] = {}
+        self._lock = threading.Lock()
+
+    def product(
+        self,
+        weights: DeviceWeights,
+        m: int,
+        *,
+        gate: str = "",
+        half: bool = False,
+        norm: bool = False,
+        row_groups: int | None = None,
+    ) -> ThinProduct:
+        """The product of `m` rows (1..16) with such weights.
+
+        gate: as in Epilogue, for a gated pack; half: f16 result with powers of two, else float32; norm: the operand is
+        a NormRows (RMS norm fused), else a HalfRows. row_groups forces the cut (tests and benchmarks).
+        """
+        if not 1 <= m <= MOST_ROWS:
+            raise ShapeError(f"a thin product has 1 to {MOST_ROWS} rows, got {m}")
+        if gate not in GATES or bool(gate) != weights.gated:
+            raise ShapeError(f"the pack is {'' if weights.gated else 'not '}gated, the gate asked for is {gate!r}")
+        if norm and weights.cols > MOST_NORM_COLUMNS:
+            raise ShapeError(
+                f"a fused norm takes rows of at most {MOST_NORM_COLUMNS} columns, got {weights.cols}: normalize first"
+            )
+        plan = thin_plan(weights.kind, m, weights.rows, weights.cols, self.multiprocessors, row_groups)
+        variant = variant_of(plan, weights.kind, m, weights.cols, Epilogue(gate, half), norm, self._overlap)
+        kernel = self._kernel(variant, variant.shared(m, plan.part_columns))
+        return ThinProduct(m, weights.outputs, weights.cols, kernel, variant, plan)
+
+    def _kernel(self, variant: ThinGemm, shared: int) -> LoadedKernel:
+        with self._lock:
+            kernel = self._kernels.get((variant, shared))
+            if kernel is None:
+                cubin = load_cubin(source_of(variant), self.target)
+                types = [kind for _, kind in thin_gemm_kernel.ARGUMENTS]
+                kernel = LoadedKernel(cubin, types, THREADS, shared, overlap=variant.overlap)
+                self._kernels[variant, shared] = kernel
+            return kernel
+
+    def close(self) -> None:
+        """Unload the kernels; their launches must not run any more."""
+        with self._lock:
+            kernels = list(self._kernels.values())
+            self._kernels.clear()
+        for kernel in kernels:
+            kernel.close()
+
+
+def variant_of(plan: ThinPlan, kind: str, m: int, cols: int, epilogue: Epilogue, norm: bool, overlap: bool) -> ThinGemm:
+    """What has to be compiled for a plan."""
+    slots = fitting_slots(kind, plan.tokens, m, plan.part_columns)
+    vectors = -(-cols // 64) * 64
+    return ThinGemm(
+        kind, plan.tokens, plan.row_groups, slots, epilogue, -(-vectors // (4 * THREADS)) if norm else 0, overlap
+    )
+
+
+def source_of(variant: ThinGemm) -> Source:
+    """What to compile for a variant."""
+    return Source(f"thin_gemm {variant!r}", functools.partial(thin_gemm_kernel.build, variant), THREADS, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class ThinProduct:
+    """One product's kernel and cut: y[m, outputs] from x[m, cols]."""
+
+    m: int
+    outputs: int
+    cols: int
+    kernel: LoadedKernel
+    variant: ThinGemm
+    plan: ThinPlan
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of the workspace: counters and sums where K is cut over blocks, else 0."""
+        return self.plan.workspace
+
+    def bind(
+        self,
+        weights: DeviceWeights,
+        x: HalfRows | NormRows,
+        out: int,
+        pitch: int | None = None,
+        *,
+        workspace: int = 0,
+        add: bool = False,
+        out_scale: int = 0,
+    ) -> Launch:
+        """A launch with these buffers.
+
+        x: f16 rows [m, cols] with their scale (and norm, for an f16 result), or a NormRows as the product was asked for.
+        out: float32 or f16 [m, outputs], `pitch` bytes from row to row (None: dense). add: add to the float32 result
+        (not gated), each element once. out_scale: float32 [m], the powers of two of an f16 result.
+        """
+        fused, epilogue, plan = isinstance(x, NormRows), self.variant.epilogue, self.plan
+        if (weights.kind, weights.outputs, weights.cols) != (self.variant.kind, self.outputs, self.cols):
+            raise ShapeError(
+                f"the product is for {self.variant.kind} {self.outputs} x {self.cols}, "
+                f"the weights are {weights.kind} {weights.outputs} x {weights.cols}"
+            )
+        if fused != bool(self.variant.norm):
+            raise ShapeError(f"the product {'fuses a norm' if self.variant.norm else 'takes f16 operands'}, got {x!r}")
+        if add and (epilogue.half or epilogue.gate):
+            raise ShapeError("only a plain float32 result can be added to")
+        if epilogue.half and not out_scale:
+            raise ShapeError("an f16 result needs out_scale")
+        if plan.workspace and not workspace:
+            raise ShapeError(f"this product needs a workspace of {plan.workspace} bytes")
+        pitch = self.outputs * epilogue.item if pitch is None else pitch
+        if pitch < self.outputs * epilogue.item or pitch % epilogue.item:
+            raise ShapeError(
+                f"rows of {self.outputs} results of {epilogue.item} bytes do not fit a pitch of {pitch} bytes"
+            )
+        rows = (x.hidden, x.weight, 0) if isinstance(x, NormRows) else (x.half, x.scale, x.norm)
+        eps = x.eps if isinstance(x, NormRows) else 0.0
+        pieces = plan.part_columns // 8
+        addresses = (*rows, out, weights.data, weights.row_scale, weights.bias, out_scale, workspace)
+        shape = (self.m, self.outputs, pitch, self.cols, plan.units, plan.k_parts, plan.part_items, plan.part_columns)
+        return self.kernel.bind(
+            plan.blocks, *addresses, eps, *weights.bounds(), *shape, -(-(1 << 32) // pieces), int(add)
+        )
