@@ -44,14 +44,17 @@ from typing import Any
 import numpy as np
 
 from frink_numba.errors import BackendUnavailable, ShapeError
+from frink_numba.kernels import fused_attention_wgmma, qkv_prepare
 from frink_numba.kernels.cubins import Source, Target
 from frink_numba.kernels.cubins import load as load_cubin
+from frink_numba.kernels.fused_attention_plan import LOG2E, Layout, make_layout, resident_positions
 from frink_numba.kernels.launch import Launch, LoadedKernel
+from frink_numba.kernels.qkv_prepare import NORMS, QkvPrepare
+from frink_numba.kernels.tma import heads_map
 from frink_numba.layer import RopeLayout
 
 MAX_HEAD_DIM = 256
 MAX_POSITIONS = 1 << 24
-NORMS = ("", "head", "whole")
 
 # One record of the table of sequences in device memory: 32 bytes.
 SEQUENCE = np.dtype(
@@ -163,28 +166,32 @@ class Attentions:
             raise ShapeError(f"a norm of q and k is one of {NORMS}, not {norm!r}")
         if rope is not None and not (2 <= rope.rot_dim <= shape.head_dim and rope.rot_dim % 2 == 0):
             raise ShapeError(f"heads of {shape.head_dim} channels have no rotation of {rope.rot_dim}")
-        from frink_numba.kernels import qkv_prepare
-
-        variant = qkv_prepare.QkvPrepare(
-            shape.head_dim, norm, rope.layout if rope else None, rope.rot_dim if rope else 0
-        )
+        turned = (rope.layout, rope.rot_dim) if rope else (None, 0)
+        variant = QkvPrepare(shape.head_dim, norm, *turned, self._overlap)
         return Prepare(shape, variant, self._kernel(variant))
 
-    def attention(self, shape: HeadShape, m: int, *, softcap: bool = False) -> Attention:
-        """The attention of M rows in all. `softcap`: launches give a soft cap (a kernel of its own)."""
+    def attention(self, shape: HeadShape, m: int, *, windowed: bool = False, softcap: bool = False) -> Attention:
+        """The attention of M rows in all; `windowed` and `softcap` say what launches will give (kernels of their own)."""
         if m < 1:
             raise ShapeError(f"an attention needs at least one row, got {m}")
-        raise NotImplementedError
+        layout = make_layout(shape.head_dim, windowed=windowed, capped=softcap)
+        return Attention(shape, m, layout, self._kernel(layout), self.multiprocessors)
 
-    def _kernel(self, variant: Any) -> LoadedKernel:
+    def _kernel(self, variant: QkvPrepare | Layout) -> LoadedKernel:
         with self._lock:
             kernel = self._kernels.get(variant)
             if kernel is None:
                 kernel = self._kernels[variant] = self._load(variant)
             return kernel
 
-    def _load(self, variant: Any) -> LoadedKernel:
-        raise NotImplementedError
+    def _load(self, variant: QkvPrepare | Layout) -> LoadedKernel:
+        source = source_of(variant)
+        cubin = load_cubin(source, self.target)
+        if isinstance(variant, QkvPrepare):
+            types = [kind for _, kind in qkv_prepare.ARGUMENTS]
+            return LoadedKernel(cubin, types, source.threads, 0, overlap=self._overlap)
+        types = [kind for _, kind in fused_attention_wgmma.ARGUMENTS]
+        return LoadedKernel(cubin, types, source.threads, variant.shared, overlap=True)
 
     def close(self) -> None:
         """Unload the kernels; their launches must not run any more."""
@@ -195,12 +202,20 @@ class Attentions:
             kernel.close()
 
 
+def source_of(variant: QkvPrepare | Layout) -> Source:
+    """What to compile for a variant."""
+    if isinstance(variant, QkvPrepare):
+        return qkv_prepare.source(variant)
+    build = functools.partial(fused_attention_wgmma.build, variant)
+    return Source(f"attention_wgmma {variant!r}", build, variant.threads)
+
+
 @dataclass(frozen=True, slots=True)
 class Prepare:
     """QK norm, rotation, and the stores of q, the mirrors' rows and the host's K/V rows, in one kernel."""
 
     shape: HeadShape
-    variant: Any
+    variant: QkvPrepare
     kernel: LoadedKernel
 
     def bind(
@@ -227,7 +242,49 @@ class Prepare:
         cos, sin: float32 [M, rot_dim / 2], a row a row of the batch, the magnitude scale folded in. Rows of no
         sequence are rotated into q all the same, and stored nowhere else but in k_rows and v_rows.
         """
-        raise NotImplementedError
+        shape = self.shape
+        if self.variant.layout is not None and not (cos and sin):
+            raise ShapeError("a rotation needs the tables cos and sin")
+        if self.variant.norm and not (q_norm and k_norm):
+            raise ShapeError("a norm of q and k needs the weights of both")
+        head = 4 * shape.head_dim
+        k, v = qkv + shape.n_heads * head, qkv + (shape.n_heads + shape.n_kv_heads) * head
+        addresses = (qkv, k, v, q, table, k_rows, v_rows, cos, sin, q_norm, k_norm)
+        pitch = (shape.n_heads + 2 * shape.n_kv_heads) * head
+        per_row = self._blocks_per_row(m, shape.n_heads + shape.n_kv_heads)
+        scales = (1 / q_scale, 1 / k_scale, 1 / v_scale)
+        shapes = (pitch, shape.n_heads, shape.n_kv_heads, sequences, per_row)
+        return self.kernel.bind(m * per_row, *addresses, eps, *scales, *shapes)
+
+    def bind_rows(
+        self,
+        m: int,
+        k_rows: int,
+        v_rows: int,
+        table: int,
+        sequences: int,
+        *,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> Launch:
+        """A launch that only fills mirrors: float32 [M, n_kv_heads, head_dim] each, K as it is in the host's cache.
+
+        Of a Prepare without rotation and norm. For a prefix that the device does not hold yet: a record's rows and
+        start_pos say which positions the rows are.
+        """
+        if self.variant.layout is not None or self.variant.norm:
+            raise ShapeError("rows of the host's cache are stored as they are: prepare without rotation and norm")
+        shape = self.shape
+        addresses = (0, k_rows, v_rows, 0, table, 0, 0, 0, 0, 0, 0)
+        per_row = self._blocks_per_row(m, shape.n_kv_heads)
+        shapes = (4 * shape.head_dim * shape.n_kv_heads, 0, shape.n_kv_heads, sequences, per_row)
+        return self.kernel.bind(m * per_row, *addresses, 0.0, 1.0, 1 / k_scale, 1 / v_scale, *shapes)
+
+    def _blocks_per_row(self, m: int, tasks: int) -> int:
+        """Few rows are spread over more blocks."""
+        if m < 1:
+            raise ShapeError(f"a launch needs at least one row, got {m}")
+        return 1 if self.variant.norm == "whole" or m >= 256 else -(-tasks // qkv_prepare.WARPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,20 +293,25 @@ class Attention:
 
     shape: HeadShape
     m: int
-    variant: Any
+    variant: Layout
     kernel: LoadedKernel
+    multiprocessors: int
 
     @property
     def workspace(self) -> int:
         """Bytes of the workspace, zeroed once. One per stream; attentions of all shapes may share it."""
-        raise NotImplementedError
+        return fused_attention_wgmma.WORKSPACE_BYTES
 
     def maps(self, mirrors: Sequence[Mirror]) -> bytes:
         """What `bind` wants at `maps` (at a multiple of 128), in the order of the table's records.
 
         Depends on the mirrors alone. Empty where the tier needs none.
         """
-        raise NotImplementedError
+        made = []
+        for mirror in mirrors:
+            sizes = (mirror.capacity, self.shape.n_kv_heads, self.shape.pitch, self.variant.keys)
+            made += [heads_map(mirror.k, *sizes), heads_map(mirror.v, *sizes)]
+        return b"".join(made)
 
     def bind(
         self,
@@ -273,4 +335,18 @@ class Attention:
         0 <= i - j < window, 0: all up to i. softcap: scores become cap * tanh(score / cap), 0: none. sinks: float32
         [n_heads], an extra logit of each head that takes weight and gives no value, or 0.
         """
-        raise NotImplementedError
+        shape = self.shape
+        if window < 0 or softcap < 0 or bool(window) != self.variant.windowed or bool(softcap) != self.variant.capped:
+            raise ShapeError(
+                f"the attention was made for {'a' if self.variant.windowed else 'no'} window and "
+                f"{'a' if self.variant.capped else 'no'} soft cap, got {window} and {softcap}"
+            )
+        true = 1 / math.sqrt(shape.head_dim) if scale is None else scale
+        if not (true > 0 and q_scale > 0 and k_scale > 0):
+            raise ShapeError(f"scales must be above zero, got {true}, of q {q_scale} and of k {k_scale}")
+        factor = true * q_scale * k_scale * LOG2E
+        inner = 0.0
+        if softcap:
+            factor, inner = softcap * LOG2E, 2 * factor / softcap
+        heads = (sequences, shape.n_heads, shape.n_kv_heads, shape.group, resident_positions(shape.pitch), window)
+        return self.kernel.bind(self.multiprocessors, q, out, table, maps, workspace, sinks, factor, inner, *heads)

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from frink_numba.errors import ShapeError
 from frink_numba.kernels.launch import check
 
 MAP_BYTES = 128  # a map in device memory lies at a multiple of 64
+
+
+def heads_map(address: int, positions: int, heads: int, head_dim: int, box_positions: int) -> bytes:
+    """The map of f16 [positions, heads, head_dim], dense: boxes of 64 channels of one head at `box_positions` positions.
+
+    128-byte swizzle; zeros beyond a head's channels and beyond the last position. head_dim a multiple of 8.
+    """
+    if address % 16 or head_dim % 8:
+        raise ShapeError(
+            f"a tensor map needs 16-byte aligned rows: address {address:#x}, {head_dim} channels of 2 bytes"
+        )
+    sizes, strides = (head_dim, heads, positions), (head_dim * 2, heads * head_dim * 2)
+    return _encode(2, address, sizes, strides, (64, 1, box_positions), 128)
 
 
 def tensor_map(
@@ -16,10 +31,17 @@ def tensor_map(
     item: bytes of an element, 2 (f16) or 4 (float32). swizzle: 64 or 128 bytes, the width of a box. A load beyond the
     matrix gives zeros, a store there is dropped.
     """
-    from cuda.bindings import driver
-
     if address % 16 or pitch % 16:
         raise ShapeError(f"a tensor map needs 16-byte aligned rows: address {address:#x}, pitch {pitch} bytes")
+    return _encode(item, address, (cols, rows), (pitch,), (box_cols, box_rows), swizzle)
+
+
+def _encode(
+    item: int, address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int
+) -> bytes:
+    """The map; sizes, strides in bytes and box from the innermost dimension out, whose stride is the element."""
+    from cuda.bindings import driver
+
     types = driver.CUtensorMapDataType
     element = {2: types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4: types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32}[item]
     swizzles = driver.CUtensorMapSwizzle
@@ -28,17 +50,17 @@ def tensor_map(
     made = check(
         driver.cuTensorMapEncodeTiled(
             element,
-            2,
+            len(sizes),
             address,
-            [long(cols), long(rows)],
-            [long(pitch)],
-            [word(box_cols), word(box_rows)],
-            [word(1), word(1)],
+            [long(size) for size in sizes],
+            [long(stride) for stride in strides],
+            [word(size) for size in box],
+            [word(1)] * len(sizes),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             pattern,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         ),
-        f"describing a matrix of {rows} x {cols}",
+        f"describing a tensor of {tuple(reversed(sizes))}",
     )
     return b"".join(int(word).to_bytes(8, "little") for word in made.opaque)

@@ -1,0 +1,124 @@
+"""The tiles of the `wgmma` attention: which it takes for a head_dim, and where they lie in shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LOG2E = 1.4426950408889634
+_L2_BYTES = 32 << 20  # of K and V that are walked through together
+# head_dim up to: keys of a block, compute groups, stages of K and of V, stages of Q.
+_TILES = {64: (128, 3, 4, 2), 128: (128, 2, 2, 2), 256: (80, 2, 2, 1)}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of one compiled variant, and where things lie in shared memory.
+
+    keys: of a block; head_dim: as stored; groups: compute groups of 64 rows; stages: of K and of V; q_stages: of Q.
+    """
+
+    head_dim: int
+    keys: int
+    groups: int
+    stages: int
+    q_stages: int
+    windowed: bool = False
+    capped: bool = False
+
+    @property
+    def width(self) -> int:
+        """Channels that are multiplied."""
+        return -(-self.head_dim // 16) * 16
+
+    @property
+    def chunks(self) -> int:
+        """Boxes of 64 channels that a tile of K, V or Q consists of."""
+        return -(-self.width // 64)
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.groups
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + 1)
+
+    @property
+    def q_group(self) -> int:
+        """Bytes of a group's rows of Q."""
+        return self.chunks * 64 * 128
+
+    @property
+    def block(self) -> int:
+        """Bytes of a block of K or of V."""
+        return self.chunks * self.keys * 128
+
+    @property
+    def k_at(self) -> int:
+        return self.q_stages * self.groups * self.q_group
+
+    @property
+    def v_at(self) -> int:
+        return self.k_at + self.stages * self.block
+
+    @property
+    def tiles_at(self) -> int:
+        """Two slots of 32 bytes: which tile comes."""
+        return self.v_at + self.stages * self.block
+
+    # Barriers, 8 bytes each: K full and free, V full and free, Q full and free, tile known and its slot free.
+
+    @property
+    def k_full(self) -> int:
+        return self.tiles_at + 64
+
+    @property
+    def k_free(self) -> int:
+        return self.k_full + 8 * self.stages
+
+    @property
+    def v_full(self) -> int:
+        return self.k_free + 8 * self.stages
+
+    @property
+    def v_free(self) -> int:
+        return self.v_full + 8 * self.stages
+
+    @property
+    def q_full(self) -> int:
+        return self.v_free + 8 * self.stages
+
+    @property
+    def q_free(self) -> int:
+        return self.q_full + 8 * self.q_stages * self.groups
+
+    @property
+    def tile_full(self) -> int:
+        return self.q_free + 8 * self.q_stages * self.groups
+
+    @property
+    def tile_free(self) -> int:
+        return self.tile_full + 16
+
+    @property
+    def shared(self) -> int:
+        return self.tile_free + 16
+
+    @property
+    def sums(self) -> int:
+        """Registers of O; behind them lie those of P, then maxima and sums."""
+        return self.width // 2
+
+    @property
+    def carried(self) -> int:
+        return self.sums + self.keys // 4 + 4
+
+
+def make_layout(head_dim: int, *, windowed: bool, capped: bool) -> Layout:
+    keys, groups, stages, q_stages = next(tile for width, tile in _TILES.items() if head_dim <= width)
+    return Layout(head_dim, keys, groups, stages, q_stages, windowed, capped)
+
+
+def resident_positions(pitch: int) -> int:
+    """Positions, times K/V heads, whose tiles are walked through together, so that their K and V stay in the L2 cache."""
+    return _L2_BYTES // (4 * pitch)

@@ -1,0 +1,431 @@
+"""The `wgmma` tier of the fused attention: one persistent kernel for Hopper (sm_90a). Grid: one block a multiprocessor.
+
+A tile is 64 rows for each compute group: queries of one K/V head, packed so that all query heads of a position come
+together, over the keys from its last visible block down to the first. Thread groups of a block:
+
+- group 0, warp 0, one thread: takes the next tile (heaviest first, by an atomic counter, so that nobody idles), tells
+  the others through two slots in shared memory, and keeps rings of K and V blocks full with bulk copies;
+- group 0, warps 1 to 3: bring the tile's Q, swizzled, while the tile before is still being computed;
+- the others compute, each its 64 rows: see fused_attention_step.py.
+
+A tile's result does not depend on who computes it: runs repeat bit by bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+from frink_numba.kernels.fused_attention_plan import LOG2E, Layout
+
+SHARED_LIMIT = 232448  # bytes a block may use on sm_90
+WORKSPACE_BYTES = 128  # the counter of tiles, and that of blocks that have ended
+
+ARGUMENTS = (
+    # name, type
+    ("q", "u64"),
+    ("out", "u64"),
+    ("table", "u64"),
+    ("maps", "u64"),  # two tensor maps a sequence: K, V
+    ("workspace", "u64"),
+    ("sinks", "u64"),  # float32 [n_heads], or 0
+    ("factor", "f32"),  # of the scores, to the units of log2
+    ("inner", "f32"),  # soft cap only: see fused_attention_emit.cap
+    ("sequences", "u32"),
+    ("n_heads", "u32"),
+    ("n_kv_heads", "u32"),
+    ("group", "u32"),
+    ("resident", "u32"),  # positions times K/V heads whose tiles are walked through together, for the L2 cache
+    ("window", "u32"),  # windowed variants only
+)
+
+
+@functools.cache
+def schedule_ops(layout: Layout) -> tuple[Any, Any]:
+    """(locate, bounds): which tile a number is, and which blocks of keys a tile needs."""
+    from frink_numba.kernels.fused_attention_emit import select
+    from frink_numba.kernels.ptx import Emitter, Register, emitted
+
+    def divide(e: Emitter, a: Register, b: Register | int) -> Register:
+        other = b if isinstance(b, Register) else e.constant("u32", b)
+        return Register(e, "u32", e.builder.udiv(a.value, other.value))
+
+    def least(e: Emitter, a: Register, b: Register) -> Register:
+        return select(e, e.builder.icmp_signed("<", a.value, b.value), a, b)
+
+    def most(e: Emitter, a: Register, b: Register | int) -> Register:
+        other = b if isinstance(b, Register) else e.constant("u32", b)
+        return select(e, e.builder.icmp_signed(">", a.value, other.value), a, other)
+
+    @emitted("u32x2", "u32", "u32", "u32", "u32", "u32")
+    def locate(
+        e: Emitter, number: Register, tiles: Register, heads: Register, positions: Register, resident: Register
+    ) -> list[Register]:
+        """(K/V head, first packed row) of tile `number` of a sequence of `tiles` a head: a section of heads after the
+        other; in a section the last rows first, which see the most keys."""
+        section = most(e, least(e, divide(e, resident, positions), heads), 1)
+        per_section = tiles * section
+        part = divide(e, number, per_section)
+        rest = number - part * per_section
+        width = least(e, section, heads - part * section)
+        level = divide(e, rest, width)
+        return [part * section + rest - level * width, (tiles - 1 - level) * layout.rows]
+
+    @emitted("u32x4", "u32", "u32", "u32", "u32", "u32")
+    def bounds(
+        e: Emitter, first_row: Register, rows: Register, start: Register, group: Register, window: Register
+    ) -> list[Register]:
+        """(end, free end, free begin, begin) of the blocks of keys: those in the middle need no mask."""
+        first = start + divide(e, first_row, group)
+        last = start + divide(e, least(e, first_row + (layout.rows - 1), rows - 1), group)
+        end, free_end = divide(e, last, layout.keys) + 1, divide(e, first + 1, layout.keys)
+        if not layout.windowed:
+            zero = e.constant("u32", 0)
+            return [end, free_end, zero, zero]
+        begin = divide(e, most(e, first - window + 1, 0), layout.keys)
+        free_begin = divide(e, most(e, last - window + 1, 0) + (layout.keys - 1), layout.keys)
+        free_end = most(e, free_end, begin)
+        return [end, free_end, least(e, free_end, free_begin), begin]
+
+    return locate, bounds
+
+
+@functools.cache
+def build(layout: Layout) -> tuple[Any, Any]:
+    """The kernel as a Python function for numba, and its signature."""
+    from numba import cuda, types
+
+    from frink_numba.kernels.fused_attention_step import load_queries, step_ops, store_op
+    from frink_numba.kernels.gemm_stage import release_stage
+    from frink_numba.kernels.instructions import (
+        fence_barrier_init,
+        launch_dependents,
+        load_float,
+        mbarrier_init,
+        mbarrier_wait,
+        set_registers,
+        tma_load_3d,
+        wait_for_predecessors,
+    )
+    from frink_numba.kernels.ptx import instruction, numba_type, shared_address
+
+    KEYS, GROUPS, STAGES, Q_STAGES, ROWS = layout.keys, layout.groups, layout.stages, layout.q_stages, layout.rows
+    BLOCK, CHUNKS, Q_GROUP = layout.block, layout.chunks, layout.q_group
+    K_AT, V_AT, TILES_AT = layout.k_at, layout.v_at, layout.tiles_at
+    K_FULL, K_FREE, V_FULL, V_FREE = layout.k_full, layout.k_free, layout.v_full, layout.v_free
+    Q_FULL, Q_FREE, TILE_FULL, TILE_FREE = layout.q_full, layout.q_free, layout.tile_full, layout.tile_free
+    HEAD_BYTES = -(-layout.head_dim // 8) * 16
+    OUT_BYTES = layout.head_dim * 2
+    END = 0xFFFFFFFF
+    WINDOWED = layout.windowed
+
+    first, masked_step, free_step, last = step_ops(layout)
+    store, load_q = store_op(layout), load_queries(layout)
+    locate, bounds = schedule_ops(layout)
+    release = release_stage(1)
+    few, many = (40, 232) if GROUPS == 2 else (32, 160) if GROUPS == 3 else (56, 240)
+    fewer_registers, more_registers = set_registers(few, more=False), set_registers(many, more=True)
+    load_word = instruction("ld.global.u32 $0, [$1];", "u32", "u64")
+    read_slot = instruction("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "u32x4", "u32")
+    write_slot = instruction("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", None, "u32", "u32", "u32", "u32", "u32")
+    take = instruction("atom.global.add.u32 $0, [$1], 1;", "u32", "u64")
+    reset = instruction("st.global.v2.u32 [$0], {$1,$1};", None, "u64", "u32")
+    expect = instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", None, "u32", "u32")
+    arrive = instruction("mbarrier.arrive.shared::cta.b64 _, [$0];", None, "u32")
+    pass_turn = instruction("bar.arrive $0, 256;", None, "u32")
+    quotient = instruction("div.u32 $0, $1, $2;", "u32", "u32", "u32", pure=True)
+    sync_warp = instruction("bar.warp.sync 0xffffffff;", None)
+    u32, u64, f32 = types.uint32, types.uint64, types.float32
+
+    def attention_wgmma(
+        q, out, table, maps, workspace, sinks, factor, inner, sequences, n_heads, n_kv_heads, group, resident, window
+    ):
+        shared = cuda.shared.array(0, types.uint8, alignment=1024)
+        base = shared_address(shared)
+        thread = u32(cuda.threadIdx.x)
+        side = u32(thread >> u32(7))
+        lane = u32(thread & u32(31))
+        if thread == 0:
+            for s in range(STAGES):
+                mbarrier_init(base + u32(K_FULL + 8 * s), u32(1))
+                mbarrier_init(base + u32(K_FREE + 8 * s), u32(4 * GROUPS))
+                mbarrier_init(base + u32(V_FULL + 8 * s), u32(1))
+                mbarrier_init(base + u32(V_FREE + 8 * s), u32(4 * GROUPS))
+            for s in range(Q_STAGES * GROUPS):
+                mbarrier_init(base + u32(Q_FULL + 8 * s), u32(3))
+                mbarrier_init(base + u32(Q_FREE + 8 * s), u32(4))
+            for s in range(2):
+                mbarrier_init(base + u32(TILE_FULL + 8 * s), u32(1))
+                mbarrier_init(base + u32(TILE_FREE + 8 * s), u32(4 * GROUPS + 3))
+            fence_barrier_init()
+        cuda.syncthreads()
+        launch_dependents()
+        wait_for_predecessors()
+
+        slot = u32(0)
+        slot_phase = u32(0)
+        if side == 0:
+            fewer_registers()
+            if thread == 0:
+                stage = u32(0)
+                phase = u32(1)
+                v_stage = u32(0)
+                v_phase = u32(1)
+                tile = u32(cuda.blockIdx.x)
+                going = u32(1)
+                while going != 0:
+                    # Which sequence has the tile.
+                    sequence = u32(0)
+                    number = u32(tile)
+                    tokens = u32(0)
+                    rows = u32(0)
+                    tiles = u32(1)
+                    while sequence < sequences:
+                        tokens = load_word(table + u64(sequence) * u64(32) + u64(4))
+                        rows = u32(tokens * group)
+                        tiles = quotient(u32(rows + u32(ROWS - 1)), u32(ROWS))
+                        count = u32(tiles * n_kv_heads)
+                        if number < count:
+                            break
+                        number = u32(number - count)
+                        sequence = u32(sequence + u32(1))
+                    head = u32(END)
+                    first_row = u32(0)
+                    start = u32(0)
+                    batch_row = u32(0)
+                    if sequence < sequences:
+                        start = load_word(table + u64(sequence) * u64(32) + u64(8))
+                        head, first_row = locate(number, tiles, n_kv_heads, u32(start + tokens), resident)
+                        batch_row = load_word(table + u64(sequence) * u64(32))
+                    mbarrier_wait(base + u32(TILE_FREE) + slot * u32(8), slot_phase ^ u32(1))
+                    at = u32(base + u32(TILES_AT) + slot * u32(32))
+                    write_slot(at, head, first_row, rows, start)
+                    write_slot(at + u32(16), batch_row, sequence, u32(0), u32(0))
+                    arrive(base + u32(TILE_FULL) + slot * u32(8))
+                    slot = u32(slot ^ u32(1))
+                    if slot == 0:
+                        slot_phase = u32(slot_phase ^ u32(1))
+                    if head == u32(END):
+                        going = u32(0)
+                    else:
+                        tile = u32(take(workspace) + u32(cuda.gridDim.x))
+                        end, _, _, begin = bounds(first_row, rows, start, group, window)
+                        k_map = maps + u64(sequence) * u64(256)
+                        # V of a block comes after K of the next one, which is needed first.
+                        block = u32(end)
+                        behind = u32(0)
+                        while block > begin or behind != 0:
+                            if block > begin:
+                                mbarrier_wait(base + u32(K_FREE) + stage * u32(8), phase)
+                                barrier = u32(base + u32(K_FULL) + stage * u32(8))
+                                expect(barrier, u32(BLOCK))
+                                target = u32(base + u32(K_AT) + stage * u32(BLOCK))
+                                for c in range(CHUNKS):
+                                    tma_load_3d(
+                                        target + u32(c) * u32(KEYS * 128), k_map, barrier, u32(c) * u32(64), head,
+                                        u32(u32(block - u32(1)) * u32(KEYS)),
+                                    )  # fmt: skip
+                                stage = u32(stage + u32(1))
+                                if stage == STAGES:
+                                    stage = u32(0)
+                                    phase = u32(phase ^ u32(1))
+                            if behind != 0:
+                                mbarrier_wait(base + u32(V_FREE) + v_stage * u32(8), v_phase)
+                                barrier = u32(base + u32(V_FULL) + v_stage * u32(8))
+                                expect(barrier, u32(BLOCK))
+                                target = u32(base + u32(V_AT) + v_stage * u32(BLOCK))
+                                for c in range(CHUNKS):
+                                    tma_load_3d(
+                                        target + u32(c) * u32(KEYS * 128), k_map + u64(128), barrier,
+                                        u32(c) * u32(64), head, u32(block * u32(KEYS)),
+                                    )  # fmt: skip
+                                v_stage = u32(v_stage + u32(1))
+                                if v_stage == STAGES:
+                                    v_stage = u32(0)
+                                    v_phase = u32(v_phase ^ u32(1))
+                            behind = u32(0)
+                            if block > begin:
+                                behind = u32(1)
+                                block = u32(block - u32(1))
+                # The last block to end leaves the counters at zero.
+                cuda.threadfence()
+                if take(workspace + u64(4)) == u32(u32(cuda.gridDim.x) - u32(1)):
+                    reset(workspace, u32(0))
+            elif thread >= 32:
+                q_stage = u32(0)
+                q_phase = u32(1)
+                going = u32(1)
+                while going != 0:
+                    mbarrier_wait(base + u32(TILE_FULL) + slot * u32(8), slot_phase)
+                    at = u32(base + u32(TILES_AT) + slot * u32(32))
+                    head, first_row, rows, _ = read_slot(at)
+                    batch_row, _, _, _ = read_slot(at + u32(16))
+                    sync_warp()
+                    release(base + u32(TILE_FREE) + slot * u32(8), lane)
+                    slot = u32(slot ^ u32(1))
+                    if slot == 0:
+                        slot_phase = u32(slot_phase ^ u32(1))
+                    if head == u32(END):
+                        going = u32(0)
+                    else:
+                        row_stride = u64(n_heads) * u64(HEAD_BYTES)
+                        source = q + u64(batch_row) * row_stride + u64(head * group) * u64(HEAD_BYTES)
+                        for i in range(GROUPS):
+                            place = u32(q_stage * u32(GROUPS) + u32(i))
+                            mbarrier_wait(base + u32(Q_FREE) + place * u32(8), q_phase)
+                            load_q(
+                                source, base + place * u32(Q_GROUP), thread - u32(32),
+                                first_row + u32(i) * u32(64), rows - u32(1), group, u64(HEAD_BYTES), row_stride,
+                            )  # fmt: skip
+                            sync_warp()
+                            release(base + u32(Q_FULL) + place * u32(8), lane)
+                        q_stage = u32(q_stage + u32(1))
+                        if q_stage == Q_STAGES:
+                            q_stage = u32(0)
+                            q_phase = u32(q_phase ^ u32(1))
+        else:
+            more_registers()
+            side = u32(side - u32(1))
+            own = u32(side + u32(1))
+            following = u32(own + u32(1))
+            if own == GROUPS:
+                following = u32(1)
+                if GROUPS > 1:
+                    pass_turn(following)
+            local = u32(thread & u32(127))
+            inside = u32(side * u32(64) + ((local >> u32(5)) << u32(4)) + (lane >> u32(2)))
+            column = u32((lane & u32(3)) << u32(1))
+            never = u32(n_heads == 0)
+            k_stage = u32(0)
+            k_phase = u32(0)
+            v_stage = u32(0)
+            v_phase = u32(0)
+            q_stage = u32(0)
+            q_phase = u32(0)
+            going = u32(1)
+            while going != 0:
+                mbarrier_wait(base + u32(TILE_FULL) + slot * u32(8), slot_phase)
+                at = u32(base + u32(TILES_AT) + slot * u32(32))
+                head, first_row, rows, start = read_slot(at)
+                batch_row, _, _, _ = read_slot(at + u32(16))
+                sync_warp()
+                release(base + u32(TILE_FREE) + slot * u32(8), lane)
+                slot = u32(slot ^ u32(1))
+                if slot == 0:
+                    slot_phase = u32(slot_phase ^ u32(1))
+                if head == u32(END):
+                    going = u32(0)
+                else:
+                    block, free_end, free_begin, begin = bounds(first_row, rows, start, group, window)
+                    block = u32(block - u32(1))
+                    row_0 = u32(first_row + inside)
+                    row_1 = u32(row_0 + u32(8))
+                    position_0 = quotient(min(row_0, u32(rows - u32(1))), group)
+                    position_1 = quotient(min(row_1, u32(rows - u32(1))), group)
+                    gone = u32(u32(block * u32(KEYS)) + column - start)
+                    limit_0 = u32(position_0 - gone)
+                    limit_1 = u32(position_1 - gone)
+                    place = u32(q_stage * u32(GROUPS) + side)
+                    queries = u32(base + place * u32(Q_GROUP))
+                    mbarrier_wait(base + u32(Q_FULL) + place * u32(8), q_phase)
+                    carried = first(
+                        queries, base + u32(K_AT) + k_stage * u32(BLOCK), base + u32(K_FULL) + k_stage * u32(8),
+                        k_phase, base + u32(K_FREE) + k_stage * u32(8), lane, limit_0, limit_1, window, inner, factor,
+                        own, following,
+                    )  # fmt: skip
+                    k_stage = u32(k_stage + u32(1))
+                    if k_stage == STAGES:
+                        k_stage = u32(0)
+                        k_phase = u32(k_phase ^ u32(1))
+                    while block > free_end:
+                        block = u32(block - u32(1))
+                        limit_0 = u32(limit_0 + u32(KEYS))
+                        limit_1 = u32(limit_1 + u32(KEYS))
+                        carried = masked_step(
+                            carried, queries, base + u32(K_AT) + k_stage * u32(BLOCK),
+                            base + u32(V_AT) + v_stage * u32(BLOCK), base + u32(K_FULL) + k_stage * u32(8), k_phase,
+                            base + u32(K_FREE) + k_stage * u32(8), base + u32(V_FULL) + v_stage * u32(8), v_phase,
+                            base + u32(V_FREE) + v_stage * u32(8), lane, limit_0, limit_1, window, inner, factor, own,
+                            following, never,
+                        )  # fmt: skip
+                        k_stage = u32(k_stage + u32(1))
+                        if k_stage == STAGES:
+                            k_stage = u32(0)
+                            k_phase = u32(k_phase ^ u32(1))
+                        v_stage = u32(v_stage + u32(1))
+                        if v_stage == STAGES:
+                            v_stage = u32(0)
+                            v_phase = u32(v_phase ^ u32(1))
+                    while block > free_begin:
+                        block = u32(block - u32(1))
+                        if WINDOWED:
+                            limit_0 = u32(limit_0 + u32(KEYS))
+                            limit_1 = u32(limit_1 + u32(KEYS))
+                        carried = free_step(
+                            carried, queries, base + u32(K_AT) + k_stage * u32(BLOCK),
+                            base + u32(V_AT) + v_stage * u32(BLOCK), base + u32(K_FULL) + k_stage * u32(8), k_phase,
+                            base + u32(K_FREE) + k_stage * u32(8), base + u32(V_FULL) + v_stage * u32(8), v_phase,
+                            base + u32(V_FREE) + v_stage * u32(8), lane, limit_0, limit_1, window, inner, factor, own,
+                            following, never,
+                        )  # fmt: skip
+                        k_stage = u32(k_stage + u32(1))
+                        if k_stage == STAGES:
+                            k_stage = u32(0)
+                            k_phase = u32(k_phase ^ u32(1))
+                        v_stage = u32(v_stage + u32(1))
+                        if v_stage == STAGES:
+                            v_stage = u32(0)
+                            v_phase = u32(v_phase ^ u32(1))
+                    if WINDOWED:
+                        while block > begin:
+                            block = u32(block - u32(1))
+                            limit_0 = u32(limit_0 + u32(KEYS))
+                            limit_1 = u32(limit_1 + u32(KEYS))
+                            carried = masked_step(
+                                carried, queries, base + u32(K_AT) + k_stage * u32(BLOCK),
+                                base + u32(V_AT) + v_stage * u32(BLOCK), base + u32(K_FULL) + k_stage * u32(8),
+                                k_phase, base + u32(K_FREE) + k_stage * u32(8),
+                                base + u32(V_FULL) + v_stage * u32(8), v_phase,
+                                base + u32(V_FREE) + v_stage * u32(8), lane, limit_0, limit_1, window, inner, factor,
+                                own, following, never,
+                            )  # fmt: skip
+                            k_stage = u32(k_stage + u32(1))
+                            if k_stage == STAGES:
+                                k_stage = u32(0)
+                                k_phase = u32(k_phase ^ u32(1))
+                            v_stage = u32(v_stage + u32(1))
+                            if v_stage == STAGES:
+                                v_stage = u32(0)
+                                v_phase = u32(v_phase ^ u32(1))
+                    release(base + u32(Q_FREE) + place * u32(8), lane)
+                    q_stage = u32(q_stage + u32(1))
+                    if q_stage == Q_STAGES:
+                        q_stage = u32(0)
+                        q_phase = u32(q_phase ^ u32(1))
+                    carried = last(
+                        carried, base + u32(V_AT) + v_stage * u32(BLOCK), base + u32(V_FULL) + v_stage * u32(8),
+                        v_phase, base + u32(V_FREE) + v_stage * u32(8), lane, never,
+                    )  # fmt: skip
+                    v_stage = u32(v_stage + u32(1))
+                    if v_stage == STAGES:
+                        v_stage = u32(0)
+                        v_phase = u32(v_phase ^ u32(1))
+                    position_0 = quotient(row_0, group)
+                    position_1 = quotient(row_1, group)
+                    head_0 = u32(head * group + row_0 - position_0 * group)
+                    head_1 = u32(head * group + row_1 - position_1 * group)
+                    sink_0 = f32(-math.inf)
+                    sink_1 = f32(-math.inf)
+                    valid_0 = u32(row_0 < rows)
+                    valid_1 = u32(row_1 < rows)
+                    if sinks != 0:
+                        if valid_0 != 0:
+                            sink_0 = load_float(sinks + u64(head_0) * u64(4)) * f32(LOG2E)
+                        if valid_1 != 0:
+                            sink_1 = load_float(sinks + u64(head_1) * u64(4)) * f32(LOG2E)
+                    out_0 = out + (u64(u32(batch_row + position_0)) * u64(n_heads) + u64(head_0)) * u64(OUT_BYTES)
+                    out_1 = out + (u64(u32(batch_row + position_1)) * u64(n_heads) + u64(head_1)) * u64(OUT_BYTES)
+                    store(carried, out_0, out_1, valid_0, valid_1, sink_0, sink_1, factor, lane)
+
+    return attention_wgmma, types.void(*(numba_type(spec) for _, spec in ARGUMENTS))
