@@ -4,15 +4,15 @@
 
 In order of use, all addresses being integers (device memory of the caller, in the caller's current context):
 
-    attentions = Attentions("wgmma", (9, 0), multiprocessors=132)          # per device
+    attentions = Attentions("wgmma", (9, 0), multiprocessors=132)        # per device
     shape = HeadShape(n_heads=32, n_kv_heads=8, head_dim=128)
     prepare = attentions.prepare(shape, rope=RopeForm(RopeLayout.NEOX, 128), norm="head")
     first = prepare.bind(m, qkv, q, table, sequences, cos=..., sin=..., q_norm=..., k_norm=..., eps=1e-6,
                          k_rows=..., v_rows=...)
-    attention = attentions.attention(shape, m)                             # picks the tiles, compiles or loads the kernel
-    maps = attention.maps([Mirror(k, v, capacity), ...])                   # bytes to upload to a 128-byte aligned address
+    attention = attentions.attention(shape, m, windowed=True)            # picks tiles, compiles or loads the kernel
+    maps = attention.maps([Mirror(k, v, capacity), ...])                 # bytes to upload to a 128-byte aligned address
     second = attention.bind(q, out, table, sequences, maps=address, workspace=address, window=4096)
-    first(stream); second(stream)                                          # graphs capture both
+    first(stream); second(stream)                                        # graphs capture both
 
 Buffers, M rows of one or several sequences one behind the other:
 
@@ -166,12 +166,15 @@ class Attentions:
             raise ShapeError(f"a norm of q and k is one of {NORMS}, not {norm!r}")
         if rope is not None and not (2 <= rope.rot_dim <= shape.head_dim and rope.rot_dim % 2 == 0):
             raise ShapeError(f"heads of {shape.head_dim} channels have no rotation of {rope.rot_dim}")
-        turned = (rope.layout, rope.rot_dim) if rope else (None, 0)
-        variant = QkvPrepare(shape.head_dim, norm, *turned, self._overlap)
+        layout, rot_dim = (rope.layout, rope.rot_dim) if rope else (None, 0)
+        variant = QkvPrepare(shape.head_dim, norm, layout, rot_dim, self._overlap)
         return Prepare(shape, variant, self._kernel(variant))
 
     def attention(self, shape: HeadShape, m: int, *, windowed: bool = False, softcap: bool = False) -> Attention:
-        """The attention of M rows in all; `windowed` and `softcap` say what launches will give (kernels of their own)."""
+        """The attention of M rows in all.
+
+        `windowed` and `softcap` say what its launches will give: kernels of their own.
+        """
         if m < 1:
             raise ShapeError(f"an attention needs at least one row, got {m}")
         layout = make_layout(shape.head_dim, windowed=windowed, capped=softcap)

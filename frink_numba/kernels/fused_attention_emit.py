@@ -1,7 +1,7 @@
 """What the fused attention of both tiers does with a thread's scores: mask, softmax, result rows. PTX from Python.
 
-Registers of a tile of 16 rows a warp, as `mma` and `wgmma` have them: number 4j + 2h + v is row g + 8h, column 8j + 2t +
-v, with g = lane / 4 and t = lane % 4. A thread has parts of two rows, its quad of four lanes has them whole.
+Registers of a tile of 16 rows a warp, as `mma` and `wgmma` have them: number 4j + 2h + v is row g + 8h, column
+8j + 2t + v, with g = lane / 4 and t = lane % 4. A thread has parts of two rows, its quad of four lanes has them whole.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def finish(
     factor: Register,
     sinks: Sequence[Register],
 ) -> list[Register]:
-    """The rows' results: value sums over sums of weights, with the sink's share (minus infinity: none) in the latter."""
+    """The rows' results: value sums over sums of weights, which have the sink's share (minus infinity: none)."""
     out = list(values)
     for h in range(2):
         total = sums[h] + exchange(e, sums[h], 1)

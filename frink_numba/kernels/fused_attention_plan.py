@@ -120,5 +120,5 @@ def make_layout(head_dim: int, *, windowed: bool, capped: bool) -> Layout:
 
 
 def resident_positions(pitch: int) -> int:
-    """Positions, times K/V heads, whose tiles are walked through together, so that their K and V stay in the L2 cache."""
+    """Positions times K/V heads whose tiles are walked through together: their K and V stay in the L2 cache."""
     return _L2_BYTES // (4 * pitch)

@@ -53,8 +53,8 @@ tma_load_3d = instruction(
     "u32",
     "u32",
 )
-# The two-dimensional box into every block of the cluster whose bit is set in the mask (`$5`), at the same address, signalling the
-# barrier at the same address there.
+# A two-dimensional box into every block of the cluster whose bit is set in the mask (`$5`), at the same address,
+# signalling the barrier at the same address there.
 tma_multicast_2d = instruction(
     "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
     "[$0], [$1, {$3, $4}], [$2], $5;",

@@ -1,4 +1,4 @@
-"""Between the projections and the attention: QK norm, rotation, and the stores of Q, K and V in one pass (R9, R14, R17).
+"""Between the projections and the attention: QK norm, rotation, the stores of Q, K and V in one pass (R9, R14, R17).
 
     q_i, k_i: y = x * weight / sqrt(mean(x^2) + eps), over the head or over all heads (or y = x)
               (y_a, y_b) -> (y_a cos - y_b sin, y_a sin + y_b cos) for each pair (a, b) of channels that turn
@@ -7,9 +7,9 @@
 
 A warp takes a head of a row at a time: a head of q, or one of K together with its V. A lane holds units of four
 channels (two pairs), or of two where head_dim or the rotation are no multiples of 4, so that pairs of both layouts
-stay in a lane and memory is read in vectors. What a f16 number cannot hold is never stored as infinity: such a head of q is
-stored as not-a-number; such a row of K or V makes its row of K not-a-number and that of V zeros, so that exactly the
-rows that see it become not-a-number (a zero weight times infinity would spoil the others as well).
+stay in a lane and memory is read in vectors. What f16 cannot hold is never stored as infinity: such a
+head of q is stored as not-a-number; such a row of K or V makes its row of K not-a-number and that of V zeros, so that
+exactly the rows that see it become not-a-number (a zero weight times infinity would spoil the others as well).
 """
 
 from __future__ import annotations

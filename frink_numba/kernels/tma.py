@@ -11,7 +11,7 @@ MAP_BYTES = 128  # a map in device memory lies at a multiple of 64
 
 
 def heads_map(address: int, positions: int, heads: int, head_dim: int, box_positions: int) -> bytes:
-    """The map of f16 [positions, heads, head_dim], dense: boxes of 64 channels of one head at `box_positions` positions.
+    """The map of dense f16 [positions, heads, head_dim]: boxes of 64 channels of one head at `box_positions` positions.
 
     128-byte swizzle; zeros beyond a head's channels and beyond the last position. head_dim a multiple of 8.
     """
