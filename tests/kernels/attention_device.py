@@ -1,4 +1,4 @@
-"""A fused attention run on the GPU from host arrays, with poisoned outputs and stale rows; and its float64 reference."""
+"""A fused attention run on the GPU from host arrays, with poisoned outputs and stale rows, and its float64 twin."""
 
 from __future__ import annotations
 
