@@ -40,6 +40,11 @@ def bits_of(e: Emitter, x: Register) -> Register:
     return Register(e, "f32", e.builder.bitcast(x.value, e.constant("f32", 0.0).value.type))
 
 
+def thread_of(e: Emitter) -> Register:
+    """The thread's number, read anew: it holds no register across a loop."""
+    return e.asm("mov.u32 $0, %tid.x;", "u32", [])
+
+
 def exchange(e: Emitter, x: Register, distance: int) -> Register:
     """The value of the lane `distance` (by exclusive or) away."""
     constraint = x.kind

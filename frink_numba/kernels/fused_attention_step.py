@@ -12,7 +12,17 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from frink_numba.kernels.fused_attention_emit import bits_of, cap, finish, halves, mask, softmax, store_rows
+from frink_numba.kernels.fused_attention_emit import (
+    bits_of,
+    cap,
+    finish,
+    halves,
+    mask,
+    select,
+    softmax,
+    store_rows,
+    thread_of,
+)
 from frink_numba.kernels.fused_attention_plan import Layout
 from frink_numba.kernels.ptx import Emitter, Register, emitted
 
@@ -79,15 +89,15 @@ def _settled(e: Emitter, pending: int, values: list[Register]) -> list[Register]
     return e.asm(f"wgmma.wait_group.sync.aligned {pending};", f"f32x{len(values)}", [], tied=values)
 
 
-def _hold(e: Emitter, p: list[Register], never: Register, address: Register) -> None:
-    """Use the weights after their wait: a store that never happens."""
+def _hold(e: Emitter, p: list[Register], nonzero: Register, address: Register) -> None:
+    """Use the weights after their wait: a store that never happens, as `nonzero` is not 0."""
     for at in range(0, len(p), 16):
         part = p[at : at + 16]
         count = len(part)
         stores = "".join(
             f"@p st.shared.v4.b32 [${count + 1}], {{${j},${j + 1},${j + 2},${j + 3}}};\n" for j in range(0, count, 4)
         )
-        e.asm(f"{{\n.reg .pred p;\nsetp.ne.u32 p, ${count}, 0;\n{stores}}}", None, [*part, never, address])
+        e.asm(f"{{\n.reg .pred p;\nsetp.eq.u32 p, ${count}, 0;\n{stores}}}", None, [*part, nonzero, address])
 
 
 def _descriptor(e: Emitter, address: Register, constant: int) -> Register:
@@ -103,29 +113,50 @@ def _split(e: Emitter, layout: Layout, carried: list[Register]) -> tuple[list[Re
     return carried[:a], [e.float_bits(word) for word in carried[a:b]], carried[b : b + 2], carried[b + 2 :]
 
 
+class _Places:
+    """Where a step finds its stage of K and of V, and the barriers around them."""
+
+    def __init__(self, e: Emitter, layout: Layout, base: Register, used: Register) -> None:
+        self.layout, self.base = layout, base
+        self.stage = used & (layout.stages - 1)
+        self.phase = (used >> (layout.stages.bit_length() - 1)) & 1
+
+    def block(self, at: int) -> Register:
+        return self.base + self.stage * self.layout.block + at
+
+    def barrier(self, at: int) -> Register:
+        return self.base + (self.stage << 3) + at
+
+
 @functools.cache
 def step_ops(layout: Layout) -> tuple[Any, Any, Any, Any]:
     """(first, masked step, free step, last): the four kinds of steps of a tile.
 
-    first(q, k, k_full, k_phase, k_free, lane, limit_0, limit_1, window, inner, factor, own, next) -> carried;
-    step(carried, q, k, v, k_full, k_phase, k_free, v_full, v_phase, v_free, lane, limit_0, limit_1, window, inner,
-    factor, own, next, never) -> carried; last(carried, v, v_full, v_phase, v_free, lane, never) -> carried.
+    first(base, queries, used, limit_0, limit_1, window, inner, factor) -> carried;
+    step(carried, base, queries, used, limit_0, limit_1, window, inner, factor, nonzero) -> carried;
+    last(carried, base, used, nonzero) -> carried.
 
-    q, k, v: addresses of the tiles. limit: the row's last visible key less the first of the block and of the thread.
-    own and next are the named barriers by which the compute groups take turns at the tensor cores, so that one
-    multiplies while the other is at its softmax.
+    base: of shared memory; queries: the group's rows of Q there; used: blocks of K that were used before, since the
+    kernel began (the ring of V is one behind). limit: the row's last visible key less the first of the block and of
+    the thread. The compute groups take turns at the tensor cores by named barriers, so that one multiplies while the
+    other is at its softmax.
     """
     carried = f"f32x{layout.carried}"
     v_major = (1 << 62) | (64 << 32) | ((layout.keys * 8) << 16)
     turns = layout.groups > 1
 
-    def take_turn(e: Emitter, own: Register) -> None:
+    def take_turn(e: Emitter) -> None:
         if turns:
-            e.asm("bar.sync $0, 256;", None, [own])
+            e.asm("bar.sync $0, 256;", None, [thread_of(e) >> 7])
 
-    def pass_turn(e: Emitter, following: Register) -> None:
+    def pass_turn(e: Emitter) -> None:
         if turns:
-            e.asm("bar.arrive $0, 256;", None, [following])
+            own = thread_of(e) >> 7
+            is_last = e.builder.icmp_unsigned("==", own.value, e.constant("u32", layout.groups).value)
+            e.asm("bar.arrive $0, 256;", None, [select(e, is_last, e.constant("u32", 1), own + 1)])
+
+    def release(e: Emitter, barrier: Register) -> None:
+        _release(e, barrier, thread_of(e) & 31)
 
     def weigh(e: Emitter, scores: Any, maxima: Any, limits: Any, window: Any, inner: Any, factor: Any) -> Any:
         if layout.capped:
@@ -134,71 +165,64 @@ def step_ops(layout: Layout) -> tuple[Any, Any, Any, Any]:
             scores = mask(e, scores, limits, window if layout.windowed else None)
         return softmax(e, scores, maxima, factor, guard=limits is not None)
 
-    @emitted(
-        carried, "u32", "u32", "u32", "u32", "u32", "u32", "u32", "u32", "u32", "f32", "f32", "u32", "u32"
-    )  # fmt: skip
+    @emitted(carried, "u32", "u32", "u32", "u32", "u32", "u32", "f32", "f32")
     def first(
-        e: Emitter, q: Register, k: Register, k_full: Register, k_phase: Register, k_free: Register, lane: Register,
-        limit_0: Register, limit_1: Register, window: Register, inner: Register, factor: Register, own: Register,
-        following: Register,
+        e: Emitter, base: Register, queries: Register, used: Register, limit_0: Register, limit_1: Register,
+        window: Register, inner: Register, factor: Register,
     ) -> list[Register]:  # fmt: skip
-        _wait(e, k_full, k_phase)
-        take_turn(e, own)
+        k = _Places(e, layout, base, used)
+        _wait(e, k.barrier(layout.k_full), k.phase)
+        take_turn(e)
         e.asm("wgmma.fence.sync.aligned;", None, [])
-        scores = _scores(e, layout, _descriptor(e, q, _K_MAJOR), _descriptor(e, k, _K_MAJOR))
-        pass_turn(e, following)
+        scores = _scores(e, layout, _descriptor(e, queries, _K_MAJOR), _descriptor(e, k.block(layout.k_at), _K_MAJOR))
+        pass_turn(e)
         scores = _settled(e, 0, scores)
-        _release(e, k_free, lane)
+        release(e, k.barrier(layout.k_free))
         weights, maxima, totals, _ = weigh(e, scores, None, (limit_0, limit_1), window, inner, factor)
         zeros = [e.constant("f32", 0.0)] * layout.sums
         return _join(e, layout, zeros, halves(e, weights, pure=False), maxima, totals)
 
     def make(masked: bool) -> Any:
-        @emitted(
-            carried, carried, "u32", "u32", "u32", "u32", "u32", "u32", "u32", "u32", "u32", "u32", "u32", "u32",
-            "u32", "f32", "f32", "u32", "u32", "u32",
-        )  # fmt: skip
+        @emitted(carried, carried, "u32", "u32", "u32", "u32", "u32", "u32", "f32", "f32", "u32")
         def step(
-            e: Emitter, before: list[Register], q: Register, k: Register, v: Register, k_full: Register,
-            k_phase: Register, k_free: Register, v_full: Register, v_phase: Register, v_free: Register,
-            lane: Register, limit_0: Register, limit_1: Register, window: Register, inner: Register,
-            factor: Register, own: Register, following: Register, never: Register,
+            e: Emitter, before: list[Register], base: Register, queries: Register, used: Register, limit_0: Register,
+            limit_1: Register, window: Register, inner: Register, factor: Register, nonzero: Register,
         ) -> list[Register]:  # fmt: skip
             sums, p, maxima, totals = _split(e, layout, before)
-            _wait(e, k_full, k_phase)
-            take_turn(e, own)
+            k, v = _Places(e, layout, base, used), _Places(e, layout, base, used - 1)
+            _wait(e, k.barrier(layout.k_full), k.phase)
+            take_turn(e)
             sums, p = _pin(e, sums), _pin(e, p)
             e.asm("wgmma.fence.sync.aligned;", None, [])
-            scores = _scores(e, layout, _descriptor(e, q, _K_MAJOR), _descriptor(e, k, _K_MAJOR))
-            _wait(e, v_full, v_phase)
-            sums = _values(e, layout, sums, p, _descriptor(e, v, v_major))
-            pass_turn(e, following)
+            at = _descriptor(e, k.block(layout.k_at), _K_MAJOR)
+            scores = _scores(e, layout, _descriptor(e, queries, _K_MAJOR), at)
+            _wait(e, v.barrier(layout.v_full), v.phase)
+            sums = _values(e, layout, sums, p, _descriptor(e, v.block(layout.v_at), v_major))
+            pass_turn(e)
             scores = _settled(e, 1, scores)
-            _release(e, k_free, lane)
+            release(e, k.barrier(layout.k_free))
             limits = (limit_0, limit_1) if masked else None
             weights, maxima, added, rescale = weigh(e, scores, maxima, limits, window, inner, factor)
             sums = _settled(e, 0, sums)
-            _hold(e, p, never, v)
-            _release(e, v_free, lane)
+            _hold(e, p, nonzero, base)
+            release(e, v.barrier(layout.v_free))
             totals = [totals[h] * rescale[h] + added[h] for h in range(2)]
             sums = [value * rescale[(i >> 1) & 1] for i, value in enumerate(sums)]
             return _join(e, layout, sums, halves(e, weights, pure=False), maxima, totals)
 
         return step
 
-    @emitted(carried, carried, "u32", "u32", "u32", "u32", "u32", "u32")
-    def last(
-        e: Emitter, before: list[Register], v: Register, v_full: Register, v_phase: Register, v_free: Register,
-        lane: Register, never: Register,
-    ) -> list[Register]:  # fmt: skip
+    @emitted(carried, carried, "u32", "u32", "u32")
+    def last(e: Emitter, before: list[Register], base: Register, used: Register, nonzero: Register) -> list[Register]:
         sums, p, maxima, totals = _split(e, layout, before)
-        _wait(e, v_full, v_phase)
+        v = _Places(e, layout, base, used - 1)
+        _wait(e, v.barrier(layout.v_full), v.phase)
         sums, p = _pin(e, sums), _pin(e, p)
         e.asm("wgmma.fence.sync.aligned;", None, [])
-        sums = _values(e, layout, sums, p, _descriptor(e, v, v_major))
+        sums = _values(e, layout, sums, p, _descriptor(e, v.block(layout.v_at), v_major))
         sums = _settled(e, 0, sums)
-        _hold(e, p, never, v)
-        _release(e, v_free, lane)
+        _hold(e, p, nonzero, base)
+        release(e, v.barrier(layout.v_free))
         return _join(e, layout, sums, p, maxima, totals)
 
     return first, make(True), make(False), last

@@ -42,9 +42,9 @@ ARGUMENTS = (
 
 
 @functools.cache
-def schedule_ops(layout: Layout) -> tuple[Any, Any]:
-    """(locate, bounds): which tile a number is, and which blocks of keys a tile needs."""
-    from frink_numba.kernels.fused_attention_emit import select
+def schedule_ops(layout: Layout) -> tuple[Any, ...]:
+    """(locate, bounds, limits, row_inside): which tile a number is, and which keys it and a thread's rows need."""
+    from frink_numba.kernels.fused_attention_emit import select, thread_of
     from frink_numba.kernels.ptx import Emitter, Register, emitted
 
     def divide(e: Emitter, a: Register, b: Register | int) -> Register:
@@ -88,7 +88,26 @@ def schedule_ops(layout: Layout) -> tuple[Any, Any]:
         free_end = most(e, free_end, begin)
         return [end, free_end, least(e, free_end, free_begin), begin]
 
-    return locate, bounds
+    def row_of(e: Emitter) -> tuple[Register, Register]:
+        """(the thread's first row in the tile, its first column in a block)."""
+        thread = thread_of(e)
+        lane = thread & 31
+        return ((thread - 128) >> 5 << 4) + (lane >> 2), (lane & 3) << 1
+
+    @emitted("u32")
+    def row_inside(e: Emitter) -> Register:
+        return row_of(e)[0]
+
+    @emitted("u32x2", "u32", "u32", "u32", "u32", "u32")
+    def limits(
+        e: Emitter, first_row: Register, rows: Register, start: Register, group: Register, block: Register
+    ) -> list[Register]:
+        """Of the thread's two rows: the last visible key less the first of the block and the thread."""
+        inside, column = row_of(e)
+        gone = block * layout.keys + column - start
+        return [divide(e, least(e, first_row + inside + 8 * h, rows - 1), group) - gone for h in range(2)]
+
+    return locate, bounds, limits, row_inside
 
 
 @functools.cache
@@ -122,9 +141,9 @@ def build(layout: Layout) -> tuple[Any, Any]:
 
     first, masked_step, free_step, last = step_ops(layout)
     store, load_q = store_op(layout), load_queries(layout)
-    locate, bounds = schedule_ops(layout)
+    locate, bounds, limits, row_inside = schedule_ops(layout)
     release = release_stage(1)
-    few, many = (40, 232) if GROUPS == 2 else (32, 160) if GROUPS == 3 else (56, 240)
+    few, many = (32, 240) if GROUPS == 2 else (32, 160) if GROUPS == 3 else (56, 240)
     fewer_registers, more_registers = set_registers(few, more=False), set_registers(many, more=True)
     load_word = instruction("ld.global.u32 $0, [$1];", "u32", "u64")
     read_slot = instruction("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "u32x4", "u32")
@@ -135,6 +154,7 @@ def build(layout: Layout) -> tuple[Any, Any]:
     arrive = instruction("mbarrier.arrive.shared::cta.b64 _, [$0];", None, "u32")
     pass_turn = instruction("bar.arrive $0, 256;", None, "u32")
     quotient = instruction("div.u32 $0, $1, $2;", "u32", "u32", "u32", pure=True)
+    thread_index = instruction("mov.u32 $0, %tid.x;", "u32")
     sync_warp = instruction("bar.warp.sync 0xffffffff;", None)
     u32, u64, f32 = types.uint32, types.uint64, types.float32
 
@@ -287,130 +307,63 @@ def build(layout: Layout) -> tuple[Any, Any]:
         else:
             more_registers()
             side = u32(side - u32(1))
-            own = u32(side + u32(1))
-            following = u32(own + u32(1))
-            if own == GROUPS:
-                following = u32(1)
-                if GROUPS > 1:
-                    pass_turn(following)
-            local = u32(thread & u32(127))
-            inside = u32(side * u32(64) + ((local >> u32(5)) << u32(4)) + (lane >> u32(2)))
-            column = u32((lane & u32(3)) << u32(1))
-            never = u32(n_heads == 0)
-            k_stage = u32(0)
-            k_phase = u32(0)
-            v_stage = u32(0)
-            v_phase = u32(0)
-            q_stage = u32(0)
-            q_phase = u32(0)
+            if side == u32(GROUPS - 1) and GROUPS > 1:
+                pass_turn(u32(1))
+            used = u32(0)  # blocks of keys, and tiles, so far
+            done = u32(0)
             going = u32(1)
             while going != 0:
-                mbarrier_wait(base + u32(TILE_FULL) + slot * u32(8), slot_phase)
-                at = u32(base + u32(TILES_AT) + slot * u32(32))
-                head, first_row, rows, start = read_slot(at)
-                batch_row, _, _, _ = read_slot(at + u32(16))
-                sync_warp()
-                release(base + u32(TILE_FREE) + slot * u32(8), lane)
-                slot = u32(slot ^ u32(1))
-                if slot == 0:
-                    slot_phase = u32(slot_phase ^ u32(1))
+                slot = u32(done & u32(1))
+                mbarrier_wait(base + u32(TILE_FULL) + slot * u32(8), u32(done >> u32(1)) & u32(1))
+                head, first_row, rows, start = read_slot(base + u32(TILES_AT) + slot * u32(32))
                 if head == u32(END):
                     going = u32(0)
                 else:
                     block, free_end, free_begin, begin = bounds(first_row, rows, start, group, window)
                     block = u32(block - u32(1))
-                    row_0 = u32(first_row + inside)
-                    row_1 = u32(row_0 + u32(8))
-                    position_0 = quotient(min(row_0, u32(rows - u32(1))), group)
-                    position_1 = quotient(min(row_1, u32(rows - u32(1))), group)
-                    gone = u32(u32(block * u32(KEYS)) + column - start)
-                    limit_0 = u32(position_0 - gone)
-                    limit_1 = u32(position_1 - gone)
-                    place = u32(q_stage * u32(GROUPS) + side)
+                    limit_0, limit_1 = limits(first_row, rows, start, group, block)
+                    place = u32(u32(done & u32(Q_STAGES - 1)) * u32(GROUPS) + u32(thread_index() >> u32(7)) - u32(1))
+                    mbarrier_wait(base + u32(Q_FULL) + place * u32(8), u32(done >> u32(Q_STAGES >> 1)) & u32(1))
                     queries = u32(base + place * u32(Q_GROUP))
-                    mbarrier_wait(base + u32(Q_FULL) + place * u32(8), q_phase)
-                    carried = first(
-                        queries, base + u32(K_AT) + k_stage * u32(BLOCK), base + u32(K_FULL) + k_stage * u32(8),
-                        k_phase, base + u32(K_FREE) + k_stage * u32(8), lane, limit_0, limit_1, window, inner, factor,
-                        own, following,
-                    )  # fmt: skip
-                    k_stage = u32(k_stage + u32(1))
-                    if k_stage == STAGES:
-                        k_stage = u32(0)
-                        k_phase = u32(k_phase ^ u32(1))
+                    carried = first(base, queries, used, limit_0, limit_1, window, inner, factor)
+                    used = u32(used + u32(1))
                     while block > free_end:
                         block = u32(block - u32(1))
                         limit_0 = u32(limit_0 + u32(KEYS))
                         limit_1 = u32(limit_1 + u32(KEYS))
                         carried = masked_step(
-                            carried, queries, base + u32(K_AT) + k_stage * u32(BLOCK),
-                            base + u32(V_AT) + v_stage * u32(BLOCK), base + u32(K_FULL) + k_stage * u32(8), k_phase,
-                            base + u32(K_FREE) + k_stage * u32(8), base + u32(V_FULL) + v_stage * u32(8), v_phase,
-                            base + u32(V_FREE) + v_stage * u32(8), lane, limit_0, limit_1, window, inner, factor, own,
-                            following, never,
-                        )  # fmt: skip
-                        k_stage = u32(k_stage + u32(1))
-                        if k_stage == STAGES:
-                            k_stage = u32(0)
-                            k_phase = u32(k_phase ^ u32(1))
-                        v_stage = u32(v_stage + u32(1))
-                        if v_stage == STAGES:
-                            v_stage = u32(0)
-                            v_phase = u32(v_phase ^ u32(1))
+                            carried, base, queries, used, limit_0, limit_1, window, inner, factor, n_heads
+                        )
+                        used = u32(used + u32(1))
                     while block > free_begin:
                         block = u32(block - u32(1))
                         if WINDOWED:
                             limit_0 = u32(limit_0 + u32(KEYS))
                             limit_1 = u32(limit_1 + u32(KEYS))
                         carried = free_step(
-                            carried, queries, base + u32(K_AT) + k_stage * u32(BLOCK),
-                            base + u32(V_AT) + v_stage * u32(BLOCK), base + u32(K_FULL) + k_stage * u32(8), k_phase,
-                            base + u32(K_FREE) + k_stage * u32(8), base + u32(V_FULL) + v_stage * u32(8), v_phase,
-                            base + u32(V_FREE) + v_stage * u32(8), lane, limit_0, limit_1, window, inner, factor, own,
-                            following, never,
-                        )  # fmt: skip
-                        k_stage = u32(k_stage + u32(1))
-                        if k_stage == STAGES:
-                            k_stage = u32(0)
-                            k_phase = u32(k_phase ^ u32(1))
-                        v_stage = u32(v_stage + u32(1))
-                        if v_stage == STAGES:
-                            v_stage = u32(0)
-                            v_phase = u32(v_phase ^ u32(1))
+                            carried, base, queries, used, limit_0, limit_1, window, inner, factor, n_heads
+                        )
+                        used = u32(used + u32(1))
                     if WINDOWED:
                         while block > begin:
                             block = u32(block - u32(1))
                             limit_0 = u32(limit_0 + u32(KEYS))
                             limit_1 = u32(limit_1 + u32(KEYS))
                             carried = masked_step(
-                                carried, queries, base + u32(K_AT) + k_stage * u32(BLOCK),
-                                base + u32(V_AT) + v_stage * u32(BLOCK), base + u32(K_FULL) + k_stage * u32(8),
-                                k_phase, base + u32(K_FREE) + k_stage * u32(8),
-                                base + u32(V_FULL) + v_stage * u32(8), v_phase,
-                                base + u32(V_FREE) + v_stage * u32(8), lane, limit_0, limit_1, window, inner, factor,
-                                own, following, never,
-                            )  # fmt: skip
-                            k_stage = u32(k_stage + u32(1))
-                            if k_stage == STAGES:
-                                k_stage = u32(0)
-                                k_phase = u32(k_phase ^ u32(1))
-                            v_stage = u32(v_stage + u32(1))
-                            if v_stage == STAGES:
-                                v_stage = u32(0)
-                                v_phase = u32(v_phase ^ u32(1))
+                                carried, base, queries, used, limit_0, limit_1, window, inner, factor, n_heads
+                            )
+                            used = u32(used + u32(1))
+                    lane = u32(thread_index() & u32(31))
+                    place = u32(u32(done & u32(Q_STAGES - 1)) * u32(GROUPS) + u32(thread_index() >> u32(7)) - u32(1))
                     release(base + u32(Q_FREE) + place * u32(8), lane)
-                    q_stage = u32(q_stage + u32(1))
-                    if q_stage == Q_STAGES:
-                        q_stage = u32(0)
-                        q_phase = u32(q_phase ^ u32(1))
-                    carried = last(
-                        carried, base + u32(V_AT) + v_stage * u32(BLOCK), base + u32(V_FULL) + v_stage * u32(8),
-                        v_phase, base + u32(V_FREE) + v_stage * u32(8), lane, never,
-                    )  # fmt: skip
-                    v_stage = u32(v_stage + u32(1))
-                    if v_stage == STAGES:
-                        v_stage = u32(0)
-                        v_phase = u32(v_phase ^ u32(1))
+                    carried = last(carried, base, used, n_heads)
+                    # Read again what the loops had no registers for.
+                    slot = u32(done & u32(1))
+                    at = u32(base + u32(TILES_AT) + slot * u32(32))
+                    head, first_row, rows, _ = read_slot(at)
+                    batch_row, _, _, _ = read_slot(at + u32(16))
+                    row_0 = u32(first_row + row_inside())
+                    row_1 = u32(row_0 + u32(8))
                     position_0 = quotient(row_0, group)
                     position_1 = quotient(row_1, group)
                     head_0 = u32(head * group + row_0 - position_0 * group)
@@ -426,6 +379,9 @@ def build(layout: Layout) -> tuple[Any, Any]:
                             sink_1 = load_float(sinks + u64(head_1) * u64(4)) * f32(LOG2E)
                     out_0 = out + (u64(u32(batch_row + position_0)) * u64(n_heads) + u64(head_0)) * u64(OUT_BYTES)
                     out_1 = out + (u64(u32(batch_row + position_1)) * u64(n_heads) + u64(head_1)) * u64(OUT_BYTES)
+                    sync_warp()
+                    release(base + u32(TILE_FREE) + slot * u32(8), lane)
+                    done = u32(done + u32(1))
                     store(carried, out_0, out_1, valid_0, valid_1, sink_0, sink_1, factor, lane)
 
     return attention_wgmma, types.void(*(numba_type(spec) for _, spec in ARGUMENTS))
