@@ -26,62 +26,150 @@ repeat bit by bit.
 
 from __future__ import annotations
 
+import functools
+import math
+import threading
 from dataclasses import dataclass
 
+from frink_numba.errors import BackendUnavailable, ShapeError
+from frink_numba.kernels import decode_attention_kernel
+from frink_numba.kernels.cubins import Source, Target
+from frink_numba.kernels.cubins import load as load_cubin
+from frink_numba.kernels.decode_attention_kernel import MOST_PARTS, THREADS, DecodeKernel
+from frink_numba.kernels.launch import Launch, LoadedKernel
 from frink_numba.layer import RopeLayout
 
 MOST_ROWS = 8  # query rows of a sequence
+_LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """What shapes the code of an attention.
+    """What an attention computes, for unscaled q and k (ShapeError where `why_not` has a reason).
 
-    head_dim: 32 to 256, a multiple of 32. rot_dim: channels that turn (0: no RoPE), even. q_norm, k_norm: an RMS norm of
-    each head, before RoPE (`norm_after_rope`: after it), weights float32 [head_dim] or, with `norm_by_head`, [heads,
-    head_dim]. window: 0 sees all. softcap: 0 is none. scale: of the scores, for unscaled q and k.
+    rot_dim: channels that turn (0: no RoPE), even. q_norm, k_norm: an RMS norm of each head before RoPE, weights float32
+    [head_dim]. window: 0 sees all. softcap: 0 is none. scale: None is 1/sqrt(head_dim).
     """
 
     n_heads: int
     n_kv_heads: int
     head_dim: int
-    scale: float
+    scale: float | None = None
     rot_dim: int = 0
     layout: RopeLayout = RopeLayout.NORM
     q_norm: bool = False
     k_norm: bool = False
-    norm_by_head: bool = False
-    norm_after_rope: bool = False
     window: int = 0
     softcap: float = 0.0
+
+    def __post_init__(self) -> None:
+        reason = why_not(self.n_heads, self.n_kv_heads, self.head_dim)
+        if reason is not None:
+            raise ShapeError(reason)
+        if not 0 <= self.rot_dim <= self.head_dim or self.rot_dim % 2:
+            raise ShapeError(f"heads of {self.head_dim} channels have no rotation of {self.rot_dim}")
+
+    @property
+    def group(self) -> int:
+        """Query heads of a K/V head."""
+        return self.n_heads // self.n_kv_heads
+
+
+def why_not(n_heads: int, n_kv_heads: int, head_dim: int) -> str | None:
+    """The reason why such heads cannot be served, or None."""
+    if n_kv_heads < 1 or n_heads < 1 or n_heads % n_kv_heads:
+        return f"{n_heads} query heads do not share {n_kv_heads} K/V heads evenly"
+    if not 32 <= head_dim <= 256 or head_dim % 32:
+        return f"the decode attention serves heads of 32, 64, ... 256 channels, not {head_dim}"
+    return None
 
 
 class DecodeAttentions:
     """The decode attentions of one device: kernels loaded once each. Thread-safe."""
 
     def __init__(self, capability: tuple[int, int], multiprocessors: int) -> None:
-        raise NotImplementedError
+        if capability < (8, 0):
+            raise BackendUnavailable(
+                f"no tensor-core kernels for compute capability {capability[0]}.{capability[1]}: 8.0 is the least"
+            )
+        self.target = Target("90a" if capability == (9, 0) else f"{capability[0]}{capability[1]}")
+        self.multiprocessors = multiprocessors
+        self._overlap = capability >= (9, 0)
+        self._kernels: dict[DecodeKernel, LoadedKernel] = {}
+        self._lock = threading.Lock()
 
-    def attention(self, shape: DecodeShape, *, sequences: int, most_rows: int) -> DecodeAttention:
-        """The attention of `sequences` records of the table, none with more than `most_rows` rows (1..8)."""
-        raise NotImplementedError
+    def attention(
+        self, shape: DecodeShape, *, sequences: int, most_rows: int, parts: int | None = None
+    ) -> DecodeAttention:
+        """The attention of `sequences` records of the table, none with more than `most_rows` rows (1..8).
+
+        parts: into how many the keys are cut at most (tests and benchmarks).
+        """
+        if sequences < 1 or not 1 <= most_rows <= MOST_ROWS:
+            raise ShapeError(f"sequences of 1 to {MOST_ROWS} rows are served, got {sequences} of {most_rows}")
+        variant = variant_of(shape, most_rows, self._overlap)
+        tiles = -(-most_rows * shape.group // variant.queries)
+        tasks = tiles * shape.n_kv_heads * sequences
+        cut = parts or max(1, min(MOST_PARTS, 2 * self.multiprocessors // tasks))
+        if not 1 <= cut <= MOST_PARTS:
+            raise ShapeError(f"keys are cut into 1 to {MOST_PARTS} parts, not {cut}")
+        return DecodeAttention(shape, sequences, tiles, cut, variant, self._kernel(variant))
+
+    def _kernel(self, variant: DecodeKernel) -> LoadedKernel:
+        with self._lock:
+            kernel = self._kernels.get(variant)
+            if kernel is None:
+                types = [kind for _, kind in decode_attention_kernel.ARGUMENTS]
+                cubin = load_cubin(source_of(variant), self.target)
+                kernel = LoadedKernel(cubin, types, THREADS, variant.shared, overlap=variant.overlap)
+                self._kernels[variant] = kernel
+            return kernel
 
     def close(self) -> None:
         """Unload the kernels; their launches must not run any more."""
+        with self._lock:
+            kernels = list(self._kernels.values())
+            self._kernels.clear()
+        for kernel in kernels:
+            kernel.close()
+
+
+def variant_of(shape: DecodeShape, most_rows: int, overlap: bool) -> DecodeKernel:
+    """What has to be compiled for a shape."""
+    tiles = 2 if most_rows * shape.group > 8 else 1
+    norms = (shape.q_norm, shape.k_norm)
+    return DecodeKernel(shape.head_dim, tiles, shape.rot_dim, shape.layout, *norms, shape.softcap > 0, overlap)
+
+
+def source_of(variant: DecodeKernel) -> Source:
+    """What to compile for a variant. Two blocks a multiprocessor where the registers allow it."""
+    build = functools.partial(decode_attention_kernel.build, variant)
+    return Source(f"decode_attention {variant!r}", build, THREADS, variant.resident)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeAttention:
-    """One attention's kernel and cut."""
+    """One attention's kernel and cut: `tiles` of queries for each K/V head, keys in at most `parts`."""
 
     shape: DecodeShape
     sequences: int
-    most_rows: int
+    tiles: int
+    parts: int
+    variant: DecodeKernel
+    kernel: LoadedKernel
+
+    @property
+    def _places(self) -> tuple[int, int, int]:
+        """Where sums and states begin in the workspace, and its end."""
+        tasks = self.sequences * self.shape.n_kv_heads * self.tiles
+        sums = -(-4 * tasks // 256) * 256
+        states = sums + tasks * self.parts * self.variant.queries * self.shape.head_dim * 4
+        return sums, states, states + tasks * self.parts * self.variant.queries * 8
 
     @property
     def workspace(self) -> int:
         """Bytes of the workspace, zeroed once; launches leave its counters at zero. One per stream."""
-        raise NotImplementedError
+        return self._places[2]
 
     def bind(
         self,
@@ -95,16 +183,28 @@ class DecodeAttention:
         q_norm: int = 0,
         k_norm: int = 0,
         eps: float = 0.0,
+        sinks: int = 0,
         k_rows: int = 0,
         v_rows: int = 0,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
-    ) -> object:
+    ) -> Launch:
         """A launch with these buffers.
 
         qkv: float32 [M, (n_heads + 2 n_kv_heads) * head_dim]. out: f16 [M, n_heads * head_dim], true value / v_scale.
-        cos, sin: float32 [M, rot_dim / 2], row by row of the step. q_norm, k_norm: float32 weights. k_rows, v_rows:
-        float32 [M, n_kv_heads * head_dim], true values, or 0 where nobody wants them. k_scale, v_scale: powers of two;
-        mirrors hold the true value divided by them.
+        cos, sin: float32 [M, rot_dim / 2], row by row of the step. q_norm, k_norm: float32 weights. sinks: float32
+        [n_heads], or 0. k_rows, v_rows: float32 [M, n_kv_heads * head_dim], true values, or 0 where nobody wants them.
+        k_scale, v_scale: powers of two; mirrors hold the true value divided by them.
         """
-        raise NotImplementedError
+        shape = self.shape
+        if shape.rot_dim and not (cos and sin):
+            raise ShapeError("a rotation needs the tables cos and sin")
+        if (shape.q_norm and not q_norm) or (shape.k_norm and not k_norm):
+            raise ShapeError("a norm of q or k needs its weight")
+        scale = k_scale * (shape.head_dim**-0.5 if shape.scale is None else shape.scale)
+        scale, cap = (scale / shape.softcap, shape.softcap * _LOG2E) if shape.softcap > 0 else (scale * _LOG2E, 0.0)
+        sums, states, _ = self._places
+        addresses = (qkv, out, table, workspace, cos, sin, q_norm, k_norm, sinks, k_rows, v_rows)
+        sizes = (shape.n_heads, shape.n_kv_heads, self.parts, self.tiles, shape.window, sums, states)
+        blocks = self.parts * self.tiles * shape.n_kv_heads * self.sequences
+        return self.kernel.bind(blocks, *addresses, eps, scale, cap, 1 / k_scale, 1 / v_scale, *sizes)
