@@ -1,0 +1,281 @@
+"""QK norm, rotation and the stores of Q, K and V (R9, R14, R17): indexing, machine code, and values on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from frink_numba.errors import ShapeError
+from frink_numba.kernels.cubins import Target, compile_kernel
+from frink_numba.kernels.fused_attention import Attentions, HeadShape, RopeForm, f16_scale, sequence_table
+from frink_numba.kernels.qkv_prepare import QkvPrepare, _Head, source
+from frink_numba.layer import RopeLayout
+from tests.kernels.array_emitter import ArrayEmitter
+from tests.kernels.attention_device import address, upload
+
+NORM, NEOX = RopeLayout.NORM, RopeLayout.NEOX
+VARIANTS = [
+    (128, NEOX, 128),
+    (128, NORM, 128),
+    (64, NEOX, 32),
+    (64, NORM, 20),
+    (80, NEOX, 80),
+    (80, NORM, 32),
+    (96, NEOX, 48),
+    (256, NEOX, 64),
+    (256, NORM, 256),
+    (100, NEOX, 50),
+    (72, NEOX, 36),
+    (66, NORM, 34),
+    (2, NEOX, 2),
+    (192, None, 0),
+    (90, None, 0),
+]
+
+
+@pytest.mark.parametrize(("head_dim", "layout", "rot_dim"), VARIANTS)
+def test_every_channel_once_and_the_right_pairs(head_dim: int, layout: RopeLayout | None, rot_dim: int) -> None:
+    """Each channel is some lane's, once; what turns together are the layout's pairs, by their own angles (R17)."""
+    variant = QkvPrepare(head_dim, "", layout, rot_dim)
+    e = ArrayEmitter()
+    head = _Head(e, variant, e.array("u32", np.arange(32)))
+    channels: list[int] = []
+    pairs = {}
+    for i in range(variant.per_lane):
+        flag = head.inside(i)
+        inside = np.ones(32, bool) if flag is None else flag.value.astype(bool)
+        unit = []
+        for first, run in head.places(i):
+            unit += [first.value + k for k in range(run)]
+        channels += np.stack(unit)[:, inside].ravel().tolist()
+        for k, (a, b) in enumerate(head.pairs()):
+            for lane in np.flatnonzero(inside):
+                # The unit's angles are read from 2 * unit bytes each: pair number unit / 2 * (the lane's unit) + k.
+                pairs[variant.unit // 2 * (lane + 32 * i) + k] = (int(unit[a][lane]), int(unit[b][lane]))
+    assert sorted(channels) == list(range(head_dim))
+    for i in range(rot_dim // 2):
+        assert pairs[i] == ((2 * i, 2 * i + 1) if layout is NORM else (i, i + rot_dim // 2))
+
+
+@pytest.mark.parametrize(
+    ("variant", "arch"),
+    [
+        (QkvPrepare(128, "head", NEOX, 128, True), "90a"),
+        (QkvPrepare(256, "whole", NORM, 128), "80"),
+        (QkvPrepare(100, "", NEOX, 50), "120"),
+    ],
+    ids=lambda v: getattr(v, "head_dim", v),
+)
+def test_compiles(variant: QkvPrepare, arch: str) -> None:
+    cubin = compile_kernel(source(variant), Target(arch))
+    assert cubin.spilled == 0
+    assert cubin.registers <= 128
+
+
+def test_f16_scale() -> None:
+    """Powers of two, one for what f16 holds well; never a result of 2**15 or more."""
+    assert f16_scale(0) == f16_scale(30000) == 1.0
+    for bound in (32768.0, 65504.0, 1e6, 3e30):
+        scale = f16_scale(bound)
+        assert np.frexp(scale)[0] == 0.5
+        assert 2.0**14 <= bound / scale < 2.0**15
+    with pytest.raises(ShapeError, match="finite"):
+        f16_scale(float("nan"))
+
+
+@pytest.mark.parametrize("heads", [(4, 3, 64), (0, 0, 64), (2, 1, 0), (2, 1, 7), (2, 1, 258)])
+def test_shapes_that_are_refused(heads: tuple[int, int, int]) -> None:
+    with pytest.raises(ShapeError):
+        HeadShape(*heads)
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def attentions() -> Any:
+    from numba import cuda
+
+    device = cuda.get_current_device()
+    made = Attentions("mma", tuple(device.compute_capability), device.MULTIPROCESSOR_COUNT)
+    yield made
+    made.close()
+
+
+def _turned(x: np.ndarray, angles: np.ndarray, layout: RopeLayout | None, rot_dim: int) -> np.ndarray:
+    if layout is None:
+        return x
+    x = x.copy()
+    c, s = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    first = slice(0, rot_dim, 2) if layout is NORM else slice(0, rot_dim // 2)
+    second = slice(1, rot_dim, 2) if layout is NORM else slice(rot_dim // 2, rot_dim)
+    a, b = x[..., first].copy(), x[..., second].copy()
+    x[..., first], x[..., second] = a * c - b * s, a * s + b * c
+    return x
+
+
+def _normed(x: np.ndarray, weights: np.ndarray, kind: str, eps: float) -> np.ndarray:
+    if not kind:
+        return x
+    axes = (2,) if kind == "head" else (1, 2)
+    mean = (x**2).mean(axis=axes, keepdims=True)
+    return x / np.sqrt(mean + eps) * weights.reshape((1, -1, x.shape[2]) if kind == "whole" else (1, 1, -1))
+
+
+class Ran:
+    """The kernel's results as arrays, mirrors included, from host arrays; everything poisoned before."""
+
+    def __init__(
+        self,
+        attentions: Attentions,
+        shape: HeadShape,
+        qkv: np.ndarray,
+        sequences: list[tuple[int, int]],
+        *,
+        rope: RopeForm | None = None,
+        norm: str = "",
+        tables: tuple[np.ndarray, np.ndarray] | None = None,
+        weights: tuple[np.ndarray, np.ndarray] | None = None,
+        **scales: float,
+    ) -> None:
+        from numba import cuda
+
+        m, heads, kv, d, pitch = qkv.shape[0], shape.n_heads, shape.n_kv_heads, shape.head_dim, shape.pitch
+        source = upload(qkv)
+        q = upload(np.full((m + 1, heads, pitch), np.nan, np.float16))
+        rows = [upload(np.full((m + 1, kv, d), np.nan, np.float32)) for _ in range(2)]
+        mirrors, records, first = [], [], 0
+        for start, count in sequences:
+            pair = [upload(np.full((start + count + 2, kv, pitch), np.nan, np.float16)) for _ in range(2)]
+            mirrors.append(pair)
+            records.append((first, count, start, address(pair[0]), address(pair[1])))
+            first += count
+        table = upload(np.frombuffer(sequence_table(records), np.uint8))
+        optional = [upload(x) for x in [*(tables or ()), *(weights or ())]]
+        names = [*(("cos", "sin") if tables else ()), *(("q_norm", "k_norm") if weights else ())]
+        attentions.prepare(shape, rope=rope, norm=norm).bind(
+            m,
+            address(source),
+            address(q),
+            address(table),
+            len(records),
+            k_rows=address(rows[0]),
+            v_rows=address(rows[1]),
+            eps=1e-5,
+            **{name: address(x) for name, x in zip(names, optional, strict=True)},
+            **scales,
+        )(0)
+        cuda.default_stream().synchronize()
+        self.q, self.k, self.v = (x.copy_to_host().astype(np.float64) for x in (q, *rows))
+        self.mirrors = [[x.copy_to_host().astype(np.float64) for x in pair] for pair in mirrors]
+
+
+def _random(m: int, shape: HeadShape, seed: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    sizes = [shape.n_heads, shape.n_kv_heads, shape.n_kv_heads]
+    parts = [rng.standard_normal((m, n, shape.head_dim)).astype(np.float32) for n in sizes]
+    return np.concatenate([p.reshape(m, -1) for p in parts], axis=1), parts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", ["", "head", "whole"])
+@pytest.mark.parametrize(("head_dim", "layout", "rot_dim"), VARIANTS)
+def test_against_float64(
+    attentions: Attentions, head_dim: int, layout: RopeLayout | None, rot_dim: int, norm: str
+) -> None:
+    """All results of two sequences and a row of none; the rows around them stay untouched."""
+    shape = HeadShape(6, 2, head_dim)
+    m, sequences = 40, [(5, 17), (0, 22)]
+    qkv, (q, k, v) = _random(m, shape, head_dim + rot_dim)
+    rng = np.random.default_rng(7)
+    angles = rng.uniform(0, 100, (m, rot_dim // 2))
+    tables = (np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)) if layout else None
+    weights = None
+    if norm:
+        counts = (1, 1) if norm == "head" else (6, 2)
+        weights = tuple(rng.uniform(0.5, 2, n * head_dim).astype(np.float32) for n in counts)
+    rope = RopeForm(layout, rot_dim) if layout else None
+    ran = Ran(
+        attentions, shape, qkv, sequences, rope=rope, norm=norm, tables=tables, weights=weights,
+        q_scale=2.0, k_scale=4.0, v_scale=0.5,
+    )  # fmt: skip
+    true_q, true_k = (
+        _turned(_normed(x.astype(np.float64), w, norm, 1e-5), angles, layout, rot_dim)
+        for x, w in zip((q, k), weights or (None, None), strict=True)
+    )
+    assert np.abs(ran.k[:m] - true_k).max() < 1e-5 * np.abs(true_k).max()
+    assert np.array_equal(ran.v[:m], v.astype(np.float64))
+    assert np.abs(ran.q[:m, :, :head_dim] * 2 - true_q).max() < 1e-3 * np.abs(true_q).max()
+    assert not ran.q[:m, :, head_dim:].any(), "channels that fill up to the pitch are zeros"
+    for rest in (ran.q[m:], ran.k[m:], ran.v[m:]):
+        assert np.isnan(rest).all()
+    first = 0
+    for (start, count), (mirror_k, mirror_v) in zip(sequences, ran.mirrors, strict=True):
+        rows = slice(first, first + count)
+        assert (
+            np.abs(mirror_k[start : start + count, :, :head_dim] * 4 - true_k[rows]).max() < 1e-3 * np.abs(true_k).max()
+        )
+        assert np.abs(mirror_v[start : start + count, :, :head_dim] * 0.5 - v[rows]).max() < 1e-3 * np.abs(v).max()
+        assert not mirror_k[start : start + count, :, head_dim:].any()
+        for mirror in (mirror_k, mirror_v):
+            assert np.isnan(mirror[:start]).all()
+            assert np.isnan(mirror[start + count :]).all()
+        first += count
+
+
+@pytest.mark.gpu
+def test_rows_of_no_sequence_and_many_sequences(attentions: Attentions) -> None:
+    """70 sequences of one row, the last rows of the batch belonging to none."""
+    shape = HeadShape(2, 2, 64)
+    qkv, (_, k, v) = _random(75, shape, 3)
+    ran = Ran(attentions, shape, qkv, [(i % 3, 1) for i in range(70)])
+    for i, (mirror_k, mirror_v) in enumerate(ran.mirrors):
+        assert np.abs(mirror_k[i % 3] - k[i]).max() < 1e-2
+        assert np.abs(mirror_v[i % 3] - v[i]).max() < 1e-2
+        assert np.isnan(mirror_k[i % 3 + 1 :]).all()
+    assert np.isfinite(ran.q[:75]).all()
+    assert np.array_equal(ran.k[:75], k.astype(np.float64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 7e4, -1e30])
+def test_what_f16_cannot_hold(attentions: Attentions, bad: float) -> None:
+    """Marked in K, zero in V, true in the host's rows, and no other head or row is touched."""
+    shape = HeadShape(4, 2, 64)
+    qkv, _ = _random(6, shape, 4)
+    rows = qkv.reshape(6, 8, 64)
+    rows[1, 2, 5] = rows[2, 4, 63] = rows[3, 7, 0] = bad  # a head of q, of K, of V
+    ran = Ran(attentions, shape, qkv, [(2, 6)])
+    mirror_k, mirror_v = ran.mirrors[0]
+    assert np.isnan(ran.q[1, 2]).all()
+    assert np.isnan(mirror_k[2 + 2, 0]).all()
+    assert np.isnan(mirror_k[2 + 3, 1]).all()
+    assert not mirror_v[2 + 2, 0].any()
+    assert not mirror_v[2 + 3, 1].any()
+    assert np.isnan(ran.q[:6]).sum() == 64
+    assert np.isnan(mirror_k[2:8]).sum() == 2 * 64
+    assert np.isfinite(mirror_v[2:8]).all()
+    assert np.array_equal(ran.k[:6].reshape(6, -1), rows[:, 4:6].reshape(6, -1), equal_nan=True)
+    assert np.array_equal(ran.v[:6].reshape(6, -1), rows[:, 6:].reshape(6, -1), equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_rows_of_the_host_cache(attentions: Attentions) -> None:
+    """A prefix goes up into the mirrors as it is."""
+    from numba import cuda
+
+    shape = HeadShape(4, 2, 100)
+    rng = np.random.default_rng(5)
+    k, v = (rng.standard_normal((33, 2, 100)).astype(np.float32) for _ in range(2))
+    device = [upload(x) for x in (k, v)]
+    mirrors = [upload(np.full((40, 2, shape.pitch), np.nan, np.float16)) for _ in range(2)]
+    table = upload(np.frombuffer(sequence_table([(0, 33, 4, *map(address, mirrors))]), np.uint8))
+    attentions.prepare(shape).bind_rows(33, *map(address, device), address(table), 1, k_scale=2.0)(0)
+    cuda.default_stream().synchronize()
+    for mirror, x, scale in zip(mirrors, (k, v), (2.0, 1.0), strict=True):
+        back = mirror.copy_to_host()
+        assert np.array_equal(back[4:37, :, :100], (x / scale).astype(np.float16))
+        assert np.isnan(back[:4]).all()
+        assert np.isnan(back[37:]).all()
