@@ -21,6 +21,8 @@ import numpy as np
 
 from benchmarks.bench_gemm import random_weights
 from frink_numba.driver import query_driver
+from frink_numba.kernels.decode_attention import DecodeAttentions, DecodeShape
+from frink_numba.kernels.fused_attention import sequence_table
 from frink_numba.kernels.gemm import DeviceWeights, HalfRows
 from frink_numba.kernels.gemm_pack import pack
 from frink_numba.kernels.thin_gemm import NormRows, ThinGemms
@@ -93,6 +95,7 @@ class Bench:
         self.machine = properties.name
         torch.zeros(1, device="cuda")
         self.thins = ThinGemms((properties.major, properties.minor), properties.multi_processor_count)
+        self.attentions = DecodeAttentions((properties.major, properties.minor), properties.multi_processor_count)
         self.workspace = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
         self._bases: dict[tuple[str, int, bool], tuple[Any, Any, Any]] = {}
         self.kept: list[Any] = []
@@ -102,7 +105,9 @@ class Bench:
         torch, key = self.torch, (step.kind, step.k, step.gated)
         if key not in self._bases:
             rng = np.random.default_rng(step.k)
-            matrices = [random_weights(step.kind, _BASE_ROWS // (1 + step.gated), step.k, rng) for _ in range(1 + step.gated)]
+            matrices = [
+                random_weights(step.kind, _BASE_ROWS // (1 + step.gated), step.k, rng) for _ in range(1 + step.gated)
+            ]
             packed = pack(matrices, gated=step.gated)
             self._bases[key] = (packed, torch.from_numpy(packed.data).cuda(), torch.from_numpy(packed.row_scale).cuda())
         packed, data, scale = self._bases[key]
@@ -139,8 +144,25 @@ class Bench:
             out_scale=out_scale.data_ptr() if step.gated else 0,
         )  # fmt: skip
 
-    def layer(self, model: Model, steps: list[Step]) -> list[Any]:
-        """The launches of a layer's products, on buffers of their own."""
+    def attention(self, model: Model, context: int, qkv: Any, out: Any) -> Any:
+        """A launch of a layer's attention over `context` keys, the rows' own among them, with a mirror of its own."""
+        torch, m = self.torch, self.rows
+        shape = DecodeShape(model.heads, model.kv_heads, model.head_dim, rot_dim=model.head_dim)
+        attention = self.attentions.attention(shape, sequences=1, most_rows=m)
+        mirrors = [self.zeros(context, model.kv_heads, model.head_dim, kind=torch.float16) for _ in range(2)]
+        record = sequence_table([(0, m, context - m, mirrors[0].data_ptr(), mirrors[1].data_ptr())])
+        table = torch.frombuffer(bytearray(record), dtype=torch.uint8).cuda()
+        angles = self.zeros(m, model.head_dim // 2)
+        workspace = self.zeros(attention.workspace, kind=torch.uint8)
+        rows = self.zeros(2, m, model.kv_heads * model.head_dim)
+        self.kept.append(table)
+        return attention.bind(
+            qkv.data_ptr(), out.data_ptr(), table.data_ptr(), workspace=workspace.data_ptr(), cos=angles.data_ptr(),
+            sin=angles.data_ptr(), k_rows=rows[0].data_ptr(), v_rows=rows[1].data_ptr(),
+        )  # fmt: skip
+
+    def layer(self, model: Model, steps: list[Step], context: int = 0) -> list[Any]:
+        """The launches of a layer's products, on buffers of their own; with its attention where there is a context."""
         torch, m = self.torch, self.rows
         hidden, qkv = self.zeros(m, model.hidden), self.zeros(m, (model.heads + 2 * model.kv_heads) * model.head_dim)
         hidden.normal_()
@@ -148,10 +170,13 @@ class Bench:
         gated, scale = self.zeros(m, model.ffn, kind=torch.float16), self.zeros(256) + 1
         self.kept.append(scale)
         operands = {"o": attended, "down": gated}
-        return [
-            self.launch(s, hidden, operands.get(s.name, attended), scale, gated if s.gated else qkv, scale)
-            for s in steps
-        ]
+        launches = []
+        for s in steps:
+            if s.name == "o" and context:
+                launches.append(self.attention(model, context, qkv, attended))
+            target = gated if s.gated else qkv
+            launches.append(self.launch(s, hidden, operands.get(s.name, attended), scale, target, scale))
+        return launches
 
     def time(self, launches: list[Any]) -> list[float]:
         """Seconds of the launches one after the other, per replay of their graph."""
@@ -204,10 +229,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="", help="comma-separated beginnings of names, all by default")
     parser.add_argument("--rows", default="1", help="comma-separated rows of a step")
+    parser.add_argument("--contexts", default="128,1024,16384", help="comma-separated keys of the attention")
     parser.add_argument("--replays", type=int, default=15)
     parser.add_argument("--products", action="store_true", help="each product by itself as well")
     parser.add_argument("--receipt", type=Path, help="write the figures here")
     arguments = parser.parse_args()
+    contexts = [int(text) for text in arguments.contexts.split(",")]
     wanted = tuple(arguments.models.split(","))
     rows: list[Row] = []
     for m in (int(text) for text in arguments.rows.split(",")):
@@ -221,20 +248,39 @@ def main() -> int:
                 continue
             sorts = [steps_of(model, kinds) for kinds in model.layers]
             stored = sum(step.stored for steps in sorts for step in steps) / len(sorts)
-            count = max(2, int(ROTATED_BYTES // stored) + 1)
-            count = -(-min(count, 30) // len(sorts)) * len(sorts)
-            launches = [launch for i in range(count) for launch in bench.layer(model, sorts[i % len(sorts)])]
-            seconds = [s / count for s in bench.time(launches)]
-            share = stored / median(seconds) / median(copy)
-            print(
-                f"{name} M={m}: {median(seconds) * 1e6:.2f} us a layer ({len(launches) / count:.1f} launches), "
-                f"{stored / median(seconds) / 1e12:.2f} TB/s, {share:.2f} of the copy",
-                flush=True,
-            )
-            label = f"{name} M={m} products of a layer"
-            rows.append(Row.from_samples(label, "us", [s * 1e6 for s in seconds], "cuda"))
-            rows.append(Row.from_samples(label, "share of the copy", [stored / s / median(copy) for s in seconds], "cuda"))
-            bench.forget()
+            for context in (0, *contexts):
+                mirrors = 4 * context * model.kv_heads * model.head_dim
+                count = max(2, int(ROTATED_BYTES // (stored + mirrors)) + 1)
+                count = -(-min(count, 30) // len(sorts)) * len(sorts)
+                launches = [x for i in range(count) for x in bench.layer(model, sorts[i % len(sorts)], context)]
+                seconds = [s / count for s in bench.time(launches)]
+                moved = stored + mirrors
+                what = f"with attention over {context}" if context else "products"
+                print(
+                    f"{name} M={m} {what}: {median(seconds) * 1e6:.2f} us a layer "
+                    f"({len(launches) / count:.1f} launches), {moved / median(seconds) / 1e12:.2f} TB/s, "
+                    f"{moved / median(seconds) / median(copy):.2f} of the copy",
+                    flush=True,
+                )
+                label = f"{name} M={m}, a layer {what}"
+                rows.append(Row.from_samples(label, "us", [s * 1e6 for s in seconds], "cuda"))
+                shares = [moved / s / median(copy) for s in seconds]
+                rows.append(Row.from_samples(label, "share of the copy", shares, "cuda"))
+                bench.forget()
+            for context in contexts if arguments.products else ():
+                size = 4 * context * model.kv_heads * model.head_dim
+                copies = max(8, min(64, int(ROTATED_BYTES // size)))
+                qkv = bench.zeros(m, (model.heads + 2 * model.kv_heads) * model.head_dim)
+                out = bench.zeros(m, model.heads * model.head_dim, kind=bench.torch.float16)
+                seconds = [
+                    s / copies for s in bench.time([bench.attention(model, context, qkv, out) for _ in range(copies)])
+                ]
+                print(
+                    f"    attention over {context}: {median(seconds) * 1e6:6.2f} us "
+                    f"{size / median(seconds) / 1e12:.2f} TB/s",
+                    flush=True,
+                )
+                bench.forget()
             if arguments.products:
                 for step in {(s.name, s.kind): s for steps in sorts for s in steps}.values():
                     copies = min(64, max(2, int(ROTATED_BYTES // step.stored) + 1))

@@ -17,11 +17,11 @@ In order of use:
     launch = attention.bind(qkv, out, table, workspace=address, cos=..., sin=..., k_rows=..., v_rows=...)
     launch(stream)
 
-`bind` reads q, k and v as the product left them (float32 [M, (n_heads + 2 n_kv_heads) * head_dim], bias added), and does
-per launch: the norm of each head of q and k where the shape has one, RoPE, the f16 K and V rows at
-start_pos .. start_pos + rows - 1 of the mirrors, the same rows as float32 for the host's cache, attention. Keys are cut
-over blocks where there are many; the last block of a head to finish adds the parts in their order, so that results
-repeat bit by bit.
+A launch reads q, k and v as the product left them (float32 [M, (n_heads + 2 n_kv_heads) * head_dim], bias added) and
+does everything: the norm of each head of q and k where the shape has one, RoPE, the f16 K and V rows at start_pos ..
+start_pos + rows - 1 of the mirrors, the same rows as float32 for the host's cache, attention. Keys are cut over blocks
+where there are many; the last block of a head to finish adds the parts in their order, so that results repeat bit by
+bit. As in `qkv_prepare.py`, a row of K or V that f16 cannot hold becomes not-a-numbers and zeros in the mirrors.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _LOG2E = math.log2(math.e)
 class DecodeShape:
     """What an attention computes, for unscaled q and k (ShapeError where `why_not` has a reason).
 
-    rot_dim: channels that turn (0: no RoPE), even. q_norm, k_norm: an RMS norm of each head before RoPE, weights float32
-    [head_dim]. window: 0 sees all. softcap: 0 is none. scale: None is 1/sqrt(head_dim).
+    rot_dim: channels that turn (0: no RoPE), even. q_norm, k_norm: an RMS norm of each head before RoPE, weights
+    float32 [head_dim]. window: 0 sees all. softcap: 0 is none. scale: None is 1/sqrt(head_dim).
     """
 
     n_heads: int
@@ -165,6 +165,11 @@ class DecodeAttention:
         sums = -(-4 * tasks // 256) * 256
         states = sums + tasks * self.parts * self.variant.queries * self.shape.head_dim * 4
         return sums, states, states + tasks * self.parts * self.variant.queries * 8
+
+    @property
+    def counters(self) -> int:
+        """Bytes at the workspace's beginning that must be zero; the rest may hold anything."""
+        return self._places[0]
 
     @property
     def workspace(self) -> int:

@@ -159,9 +159,7 @@ def build(variant: DecodeKernel) -> tuple[Any, Any]:
         """The first key that they see."""
         zero = e.constant("u32", 0)
         every = e.builder.icmp_unsigned("==", window.value, zero.value)
-        return [
-            Register(e, "u32", e.builder.select(every, zero.value, (last + 1 - window).value)) for last in lasts
-        ]
+        return [Register(e, "u32", e.builder.select(every, zero.value, (last + 1 - window).value)) for last in lasts]
 
     @emitted(f"f32x{D // 4 * TILES}", f"f32x{(D // 4 + 4) * TILES}")
     def sums_of(e: Emitter, both: list[Register]) -> list[Register]:
@@ -251,9 +249,7 @@ def build(variant: DecodeKernel) -> tuple[Any, Any]:
                 row = u64(first_row + r)
                 head = u32(n_heads + kv_head)
                 source = qkv + (row * u64(heads) + u64(head)) * u64(4 * D)
-                values = prepare_k(
-                    source, k_norm, cos + row * u64(2 * ROT), sin + row * u64(2 * ROT), eps, lane
-                )
+                values = prepare_k(source, k_norm, cos + row * u64(2 * ROT), sin + row * u64(2 * ROT), eps, lane)
                 others = load_row(source + u64(n_kv_heads) * u64(4 * D), lane)
                 place = u64(start + r) * row_pitch
                 put_mirror(values, others, k_factor, v_factor, k_base + place, v_base + place, lane)

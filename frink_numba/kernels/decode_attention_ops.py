@@ -4,10 +4,10 @@ Everything is transposed, so that the queries are the narrow side of `mma.m16n8k
 
     S^T [16 keys, 8 queries] = K Q^T         O^T [16 channels, 8 queries] += V^T P^T
 
-With g = lane >> 2 and t = lane & 3. K: a lane loads channels 32c + 8t .. + 7 of keys g and g + 8 in one go; the order of
-the channels within a product does not matter as long as q is read in the same order. V: a lane loads channels 64c + 8g
-.. + 7 of the keys 2t, 2t+1, 2t+8, 2t+9 and interleaves them by permutations; rows g and g + 8 of product i are the channels
-64c + 8g + 2i and + 1. So keys and values go from memory to operands without shared memory.
+With g = lane >> 2 and t = lane & 3. K: a lane loads channels 32c + 8t .. + 7 of keys g and g + 8 in one go; the order
+of the channels within a product does not matter as long as q is read in the same order. V: a lane loads channels 64c +
+8g .. + 7 of the keys 2t, 2t+1, 2t+8, 2t+9 and interleaves them by permutations; rows g and g + 8 of product i are the
+channels 64c + 8g + 2i and + 1. So keys and values go from memory to operands without shared memory.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from frink_numba.layer import RopeLayout
 
 LOAD4 = "ld.global.cg.v4.u32 {$0,$1,$2,$3}, [$4];"
 LOAD2 = "ld.global.cg.v2.u32 {$0,$1}, [$2];"
-MMA = (
-    "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$0,$1,$2,$3};"
-)
+MMA = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$0,$1,$2,$3};"
 NONE = 0xFF800000  # minus infinity
 
 
@@ -71,7 +69,7 @@ def _base(e: Emitter, m: Register) -> Register:
 
 @functools.cache
 def prepare_head(head_dim: int, rot_dim: int, layout: RopeLayout, norm: bool) -> Any:
-    """prepare(source, weight, cos, sin, eps, lane) -> channels lane, lane + 32, ... of a head, normalized and turned."""
+    """prepare(source, weight, cos, sin, eps, lane) -> channels lane, lane + 32, ... of a head, after norm and RoPE."""
     count = head_dim // 32
     half = rot_dim // 2
 
@@ -135,9 +133,9 @@ def prepare_head(head_dim: int, rot_dim: int, layout: RopeLayout, norm: bool) ->
 def row_ops(head_dim: int) -> tuple[Any, Any, Any, Any]:
     """What happens to a head's channels lane, lane + 32, ...:
 
-    load(source, lane) -> values; put_query(values, address, lane): f16 in shared memory, not-a-number for what f16 cannot
-    hold; put_rows(values, address, lane): float32; put_mirror(keys, values, k_factor, v_factor, k, v, lane): f16, and
-    where anything is beyond f16 not-a-numbers for K and zeros for V, so that only who sees the row is spoilt.
+    load(source, lane) -> values; put_query(values, address, lane): f16 in shared memory, not-a-number for what f16
+    cannot hold; put_rows(values, address, lane): float32; put_mirror(keys, values, k_factor, v_factor, k, v, lane):
+    f16, and where anything is beyond f16 not-a-numbers for K and zeros for V, so that only who sees the row is spoilt.
     """
     count = head_dim // 32
     many = f"f32x{count}" if count > 1 else "f32"
@@ -186,9 +184,7 @@ def row_ops(head_dim: int) -> tuple[Any, Any, Any, Any]:
         scaled = [[x * factor for x in listed(xs)] for xs, factor in ((keys, k_factor), (values, v_factor))]
         good = functools.reduce(e.builder.and_, [held(e, x) for xs in scaled for x in xs])
         vote = "{\n.reg .pred p;\nsetp.ne.u32 p, $1, 0;\nvote.sync.all.pred p, p, 0xffffffff;\nselp.u32 $0, 1, 0, p;\n}"
-        sound = e.builder.icmp_unsigned(
-            "!=", e.asm(vote, "u32", [_flag(e, good)]).value, e.constant("u32", 0).value
-        )
+        sound = e.builder.icmp_unsigned("!=", e.asm(vote, "u32", [_flag(e, good)]).value, e.constant("u32", 0).value)
         instead = (_float(e, 0x7FFFFFFF), e.constant("f32", 0.0))
         for xs, target, other in zip(scaled, (k, v), instead, strict=True):
             start = target + e.widen(lane << 1)
@@ -206,9 +202,10 @@ def attend(head_dim: int, query_tiles: int, capped: bool) -> Any:
     """attend(sums, state, k, k_8, v x 4, rest, q, key, lane, lasts, firsts, scale, cap) -> sums and state.
 
     One step of a warp: 16 keys from `key` on. k, k_8: where this lane's part of keys g and g + 8 lies (channels 8t on);
-    v: of keys 2t, 2t+1, 2t+8, 2t+9 (channels 8g on, or 4g on behind the last whole 64). q: shared memory, row g, channel
-    8t. lasts, firsts: the keys that the lane's queries see (2t and 2t + 1 of each eight). state: maxima, then sums of
-    weights. scale: makes products into powers of two (with a cap: into scores / cap; `cap` then into powers of two).
+    v: of keys 2t, 2t+1, 2t+8, 2t+9 (channels 8g on; 4g on, `rest` bytes further, behind the last whole 64). q: shared
+    memory, row g, channel 8t. lasts, firsts: the keys that the lane's queries see (2t and 2t + 1 of each eight). state:
+    maxima, then sums of weights. scale: makes products into powers of two (with a cap: into scores / cap; `cap` then
+    into powers of two).
     """
     channels = head_dim // 4  # registers of O^T for eight queries
     whole, rest = divmod(head_dim, 64)
@@ -217,7 +214,8 @@ def attend(head_dim: int, query_tiles: int, capped: bool) -> Any:
     pair = f"u32x{2 * query_tiles}"
 
     @emitted(
-        out_size, *sizes, "u64", "u64", "u64", "u64", "u64", "u64", "u64", "u32", "u32", "u32", pair, pair, "f32", "f32",
+        out_size, *sizes, "u64", "u64", "u64", "u64", "u64", "u64", "u64", "u32", "u32", "u32", pair, pair, "f32",
+        "f32",
     )  # fmt: skip
     def op(
         e: Emitter,
@@ -240,7 +238,9 @@ def attend(head_dim: int, query_tiles: int, capped: bool) -> Any:
     ) -> list[Register]:
         b = e.builder
         g = lane >> 2
-        keys = [(e.asm(LOAD4, "u32x4", [k + 64 * c]), e.asm(LOAD4, "u32x4", [k_8 + 64 * c])) for c in range(head_dim // 32)]
+        keys = [
+            (e.asm(LOAD4, "u32x4", [k + 64 * c]), e.asm(LOAD4, "u32x4", [k_8 + 64 * c])) for c in range(head_dim // 32)
+        ]
         values = [[e.asm(LOAD4, "u32x4", [v + 128 * c]) for v in (v0, v1, v2, v3)] for c in range(whole)]
         if rest:
             values.append([e.asm(LOAD2, "u32x2", [v + rest_offset]) for v in (v0, v1, v2, v3)])
@@ -296,9 +296,11 @@ def attend(head_dim: int, query_tiles: int, capped: bool) -> Any:
                     for selector in (0x5410, 0x7632):
                         a.append(
                             e.asm(
-                                f"prmt.b32 $0, $1, $2, {selector:#x};", "u32", [parts[first][i], parts[first + 1][i]],
+                                f"prmt.b32 $0, $1, $2, {selector:#x};",
+                                "u32",
+                                [parts[first][i], parts[first + 1][i]],
                                 pure=True,
-                            )  # fmt: skip
+                            )
                         )
                 for tile in range(query_tiles):
                     at = tile * channels + 16 * c + 4 * i
@@ -328,9 +330,7 @@ def meet_ops(head_dim: int, query_tiles: int, warps: int) -> tuple[Any, Any, Any
         """(maximum, sum) of every warp, and the base of all."""
         pairs = []
         for w in range(0, warps, 2):
-            four = e.asm(
-                "ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", "f32x4", [states + query * (8 * warps) + 8 * w]
-            )
+            four = e.asm("ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", "f32x4", [states + query * (8 * warps) + 8 * w])
             pairs += [four[:2], four[2:]]
         return pairs, functools.reduce(functools.partial(_larger, e), [m for m, _ in pairs])
 
@@ -419,7 +419,7 @@ def add_parts(
     count: Register,
     factors: Register,
 ) -> list[Register]:
-    """Eight parts from `first` on, as far as `count` goes: part s times the float32 at factors + 4 s (shared memory)."""
+    """Eight parts from `first` on, as far as `count` goes: part s times the float32 at factors + 4 s, shared memory."""
     out = list(sums)
     loaded = []
     for i in range(8):
@@ -427,7 +427,8 @@ def add_parts(
         part = e.asm(
             "{\n.reg .pred p;\n.reg .f32 a, b, c, d;\nsetp.ne.u32 p, $5, 0;\nmov.f32 a, 0f00000000;\n"
             "mov.f32 b, 0f00000000;\nmov.f32 c, 0f00000000;\nmov.f32 d, 0f00000000;\n"
-            "@p ld.global.cg.v4.f32 {a,b,c,d}, [$4];\nmov.f32 $0, a;\nmov.f32 $1, b;\nmov.f32 $2, c;\nmov.f32 $3, d;\n}",
+            "@p ld.global.cg.v4.f32 {a,b,c,d}, [$4];\nmov.f32 $0, a;\nmov.f32 $1, b;\nmov.f32 $2, c;\n"
+            "mov.f32 $3, d;\n}",
             "f32x4",
             [address + e.widen(first + i) * e.widen(stride), inside],
         )

@@ -150,7 +150,7 @@ class ThinProduct:
     ) -> Launch:
         """A launch with these buffers.
 
-        x: f16 rows [m, cols] with their scale (and norm, for an f16 result), or a NormRows as the product was asked for.
+        x: f16 rows [m, cols] with their scale (and norm, for an f16 result), or the NormRows that was asked for.
         out: float32 or f16 [m, outputs], `pitch` bytes from row to row (None: dense). add: add to the float32 result
         (not gated), each element once. out_scale: float32 [m], the powers of two of an f16 result.
         """

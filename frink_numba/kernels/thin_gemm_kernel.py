@@ -2,10 +2,10 @@
 
     y[M, N] = epilogue(f(x)[M, K] W[N, K]^T),   M = 1 .. 16
 
-The packs are the A operand of `mma.m16n8k16` in memory order, x is B. A warp fetches its items of W with `cp.async` into
-a ring of its own and waits for nobody: no barrier while K is walked through. x lies whole in shared memory, f16, rows 16
-bytes more than a multiple of 128 apart so that `ldmatrix` hits no bank twice. At the end of a unit the warps' sums meet
-in shared memory, a few warps (others each time) add them and write the result, the rest go on.
+The packs are the A operand of `mma.m16n8k16` in memory order, x is B. A warp fetches its items of W with `cp.async`
+into a ring of its own and waits for nobody: no barrier while K is walked through. x lies whole in shared memory, f16,
+rows 16 bytes more than a multiple of 128 apart so that `ldmatrix` hits no bank twice. At the end of a unit the warps'
+sums meet in shared memory, a few warps (others each time) add them and write the result, the rest go on.
 
 On sm_90 the launch begins while its predecessor still runs: rings are filled before the wait, so that memory stays busy
 between kernels. Rings, x and sums fit half a multiprocessor for that reason.
@@ -274,10 +274,9 @@ def build(gemm: ThinGemm) -> Any:
         cuda.syncthreads()
 
         token_facts = values_of(scales, lane, m, c2, c1, c0)
-        if HALF:
-            if block == 0 and thread < m:
-                pair = load_pair(scales + thread * u32(16))
-                store_float(out_scale + u64(thread) * u64(4), power(pair[1], c2, c1, c0)[1])
+        if HALF and block == 0 and thread < m:
+            pair = load_pair(scales + thread * u32(16))
+            store_float(out_scale + u64(thread) * u64(4), power(pair[1], c2, c1, c0)[1])
 
         token = lane & u32(7)
         low = u32(x_at + (lane >> u32(3)) * u32(16))
@@ -302,10 +301,9 @@ def build(gemm: ThinGemm) -> Any:
                 n = u64(sum_quarter * u32(16) + (lane >> u32(2))) * u64(4)
                 scale_a = load_float(row_scale + n)
                 scale_b = load_float(row_scale + n + u64(32))
-                if not GATED:
-                    if bias != 0:
-                        bias_a = load_float(bias + n)
-                        bias_b = load_float(bias + n + u64(32))
+                if not GATED and bias != 0:
+                    bias_a = load_float(bias + n)
+                    bias_b = load_float(bias + n + u64(32))
             acc = no_sums()
             item = own
             while item < count:

@@ -169,8 +169,8 @@ def multiply_item(name: str, tokens: int) -> Any:
 def partial_ops(tokens: int, row_groups: int) -> tuple[Any, Any]:
     """(put(acc, address, lane), add_up(address) -> sums): a warp's sums in shared memory.
 
-    `address`: where the lane's first 16 bytes lie in the warp's room (`lane_offset`), and in that of a row group's first
-    warp. Parts are added in a tree that is always the same.
+    `address`: where the lane's first 16 bytes lie in the warp's room, and in that of a row group's first warp. Parts
+    are added in a tree that is always the same.
     """
     size, room = sum_registers(tokens), partial_room(tokens)
 
@@ -406,7 +406,7 @@ def power_op() -> Any:
 
 @functools.cache
 def token_values(tokens: int) -> Any:
-    """values(scales, lane, m, c2, c1, c0) -> (scales of the lane's tokens, 1 / out_scale of each), from shared memory."""
+    """values(scales, lane, m, c2, c1, c0) -> scales of the lane's tokens, then 1 / out_scale of each."""
     own = sum_registers(tokens) // 2
 
     @emitted(f"f32x{2 * own}", "u32", "u32", "u32", "f32", "f32", "f32")

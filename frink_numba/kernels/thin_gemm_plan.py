@@ -1,8 +1,8 @@
 """How a thin product is cut: rows of W over blocks, K over the warps of a block, and over blocks where x is too large.
 
-A *quarter* is 16 rows of W, the height of one `mma`. A block of 8 warps works on a *unit* of R quarters: R warps side by
-side, each with 1/(8/R) of K's *items*. An item is what a warp fetches at a time: a record of 256 columns, or one or two
-steps of 64 where the kind has no super-blocks. Blocks take units in turns.
+A *quarter* is 16 rows of W, the height of one `mma`. A block of 8 warps works on a *unit* of R quarters: R warps side
+by side, 8 / R that share K's *items* in turns. An item is what a warp fetches at a time: a record of 256 columns, or
+one or two steps of 64 where the kind has no super-blocks. Blocks take units in turns.
 """
 
 from __future__ import annotations
