@@ -104,6 +104,19 @@ class Dispatcher:
                 result.hidden_states[l - 1] = run.hidden
         return result
 
+    def host_bytes(self, nbytes: int) -> np.ndarray:
+        """Memory for a cache's rows, uint8 [nbytes], from the first backend that has a kind of its own to give."""
+        for backend in self.backends:
+            lend = getattr(backend, "host_bytes", None)
+            if lend is not None and nbytes:
+                try:
+                    block = lend(nbytes)
+                    if isinstance(block, np.ndarray) and block.dtype == np.uint8 and block.shape == (nbytes,):
+                        return block
+                except Exception as error:  # a plugin may raise anything
+                    warn_once(f"backend {backend.name}: its memory for caches failed: {describe(error)}")
+        return np.empty(nbytes, np.uint8)
+
     def plan(self, step: Step) -> Plan:
         """Who would serve which layer of `step`, without running anything (B4); `step.hidden` may be None."""
         rows = []

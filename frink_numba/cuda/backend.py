@@ -6,12 +6,15 @@ import threading
 import weakref
 from collections.abc import Sequence
 
+import numpy as np
+
 from frink_numba.backend import Decline, LayerCache, Run, Serve, Step
 from frink_numba.cuda.admission import Admission
 from frink_numba.cuda.body import KvSource
 from frink_numba.cuda.classify import decline_reason
 from frink_numba.cuda.device import CudaDevice, open_device
 from frink_numba.cuda.residency import hold_layers, release_holder
+from frink_numba.cuda.runtime import one_line
 from frink_numba.cuda.shapes import check_hidden, check_layer, check_prefix
 from frink_numba.cuda.traffic import Traffic
 from frink_numba.cuda.weights import DeviceLayer
@@ -111,6 +114,20 @@ class CudaBackend:
             with self._traffic_lock:
                 self._traffic.add(traffic)
         return Run(hidden, kv_rows)
+
+    def host_bytes(self, nbytes: int) -> np.ndarray:
+        """Page-locked host memory, uint8 [nbytes]: K/V rows of a cache that lies there come down without a copy.
+
+        Ordinary memory where there is none to lock.
+        """
+        try:
+            with self.device.working():
+                return self.device.workspace.pinned.lend(nbytes)
+        except Exception as error:  # numba, cuda.core and cuda.bindings each have classes of their own
+            warn_once(
+                f"backend {self.name}: no page-locked memory for caches: {self.device.problem or one_line(error)}"
+            )
+            return np.empty(nbytes, np.uint8)
 
     def close(self) -> None:
         """Give the device memory back; may be called twice. A later run would upload the weights again."""

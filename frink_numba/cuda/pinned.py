@@ -14,8 +14,8 @@ import numpy as np
 
 from frink_numba.cuda.runtime import Runtime
 
-_KEPT_BLOCKS = 4
-_GRANULE = 1 << 20
+_KEPT_BYTES = 1 << 30  # of blocks that are not lent
+_GRANULE = 1 << 16
 
 
 class _Loan:
@@ -34,11 +34,13 @@ class PinnedPool:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         # A deque: blocks come back from whichever thread drops the last array, even in the middle of `lend`.
-        self._free: deque[np.ndarray] = deque(maxlen=_KEPT_BLOCKS)
+        self._free: deque[np.ndarray] = deque()
 
     def lend(self, nbytes: int) -> np.ndarray:
         """An uninitialized uint8 array of `nbytes`, page-locked. Raises what the runtime raises."""
         kept = self._free
+        while sum(block.nbytes for block in list(kept)) > _KEPT_BYTES:
+            kept.popleft()
         for _ in range(len(kept)):
             try:
                 block = kept.popleft()
@@ -47,8 +49,15 @@ class PinnedPool:
             if nbytes <= block.nbytes <= 4 * nbytes + _GRANULE:
                 return self._loan(block, nbytes)
             kept.append(block)
-        self._runtime.release()  # blocks that fell out of the deque
+        self._runtime.release()  # blocks that were not kept
         return self._loan(self._runtime.pinned_bytes(-(-nbytes // _GRANULE) * _GRANULE), nbytes)
+
+    def owns(self, array: np.ndarray) -> bool:
+        """Whether the device can copy straight from or to `array`: contiguous memory that a pool has lent."""
+        base: Any = array
+        while isinstance(base, np.ndarray):
+            base = base.base
+        return isinstance(base, _Loan) and bool(array.flags.c_contiguous)
 
     def clear(self) -> None:
         """Let go of the blocks that are not lent."""

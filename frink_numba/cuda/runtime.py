@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from frink_numba import settings
+from frink_numba.errors import DeviceError
 
 _COMPILE_ERRORS = frozenset({"NumbaError", "NvvmError", "NvvmSupportError", "NvrtcError", "LinkerError", "NVVMError"})
 
@@ -44,6 +45,24 @@ class Runtime(Protocol):
 
     def download(self, target: np.ndarray, source: Any, stream: Any) -> None:
         """Copy device to page-locked host memory in the order of `stream`; ended once the stream is waited for."""
+
+    def handle(self, stream: Any) -> int:
+        """The driver's handle of a stream."""
+
+    def address(self, block: Any) -> int:
+        """Where a device array begins."""
+
+    def send(self, address: int, source: np.ndarray, stream: Any) -> None:
+        """`upload` to an address; `source` is C-contiguous."""
+
+    def fetch(self, target: np.ndarray, address: int, stream: Any) -> None:
+        """`download` from an address; `target` is C-contiguous."""
+
+    def move(self, target: int, source: int, nbytes: int, stream: Any) -> None:
+        """Copy between device addresses in the order of `stream`."""
+
+    def zero(self, address: int, nbytes: int, stream: Any) -> None:
+        """Fill device memory with zero bytes in the order of `stream`."""
 
     def record(self, event: Any, stream: Any) -> None:
         """Set `event` behind the work queued in `stream` so far."""
@@ -104,6 +123,24 @@ class NumbaRuntime:
     def download(self, target: np.ndarray, source: Any, stream: Any) -> None:
         source.copy_to_host(target, stream=stream)
 
+    def handle(self, stream: Any) -> int:
+        return int(getattr(stream, "handle", stream))
+
+    def address(self, block: Any) -> int:
+        return int(block.__cuda_array_interface__["data"][0])
+
+    def send(self, address: int, source: np.ndarray, stream: Any) -> None:
+        _driver("cuMemcpyHtoDAsync", address, source.ctypes.data, source.nbytes, self.handle(stream))
+
+    def fetch(self, target: np.ndarray, address: int, stream: Any) -> None:
+        _driver("cuMemcpyDtoHAsync", target.ctypes.data, address, target.nbytes, self.handle(stream))
+
+    def move(self, target: int, source: int, nbytes: int, stream: Any) -> None:
+        _driver("cuMemcpyDtoDAsync", target, source, nbytes, self.handle(stream))
+
+    def zero(self, address: int, nbytes: int, stream: Any) -> None:
+        _driver("cuMemsetD8Async", address, 0, nbytes, self.handle(stream))
+
     def record(self, event: Any, stream: Any) -> None:
         event.record(stream)
 
@@ -133,6 +170,15 @@ class NumbaRuntime:
         # Entered and never left: numba's queues of memory, streams and modules to free are kept and not worked off.
         self._abandoned = self._cuda.gpus[self._number].get_primary_context().defer_cleanup()
         self._abandoned.__enter__()
+
+
+def _driver(name: str, *arguments: int) -> None:
+    """Call the driver; DeviceError with its own name for what went wrong."""
+    from cuda.bindings import driver
+
+    (status,) = getattr(driver, name)(*arguments)
+    if int(status):
+        raise DeviceError(f"{name} failed: {status.name} ({int(status)})")
 
 
 def simulated() -> bool:

@@ -19,7 +19,7 @@ class Tier:
 
 # Best first: `auto` takes the first that is built and that the device has.
 TIERS = (
-    Tier("wgmma", (9, 0), exact=True, built=False),
+    Tier("wgmma", (9, 0), exact=True, built=True),
     Tier("mma", (8, 0), exact=False, built=False),
     Tier("simt", (0, 0), exact=False, built=True),
 )

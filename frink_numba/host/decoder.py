@@ -14,7 +14,7 @@ from frink_numba.backend import Backend, Step
 from frink_numba.dispatch import Dispatcher
 from frink_numba.errors import CacheError, Cancelled, FrinkError, PromptError, SettingError
 from frink_numba.host.backend import HostBackend
-from frink_numba.host.dequantize import dequantize_rows
+from frink_numba.host.edges import bend_logits, embed
 from frink_numba.host.integers import checked_integer
 from frink_numba.host.kv_cache import KVCache
 from frink_numba.host.model import Model
@@ -68,7 +68,7 @@ class Decoder:
         """
         layers, own = self._open().layers, self.model.context_length
         length = own if context_length is None else checked_integer("context_length", context_length, 1, own)
-        return KVCache(layers, length, dtype=dtype)
+        return KVCache(layers, length, dtype=dtype, allocate=self._open().host_bytes)
 
     def prefill(
         self,
@@ -204,7 +204,7 @@ class Decoder:
     ) -> None:
         """Run tokens first .. last-1, fill their part of `output`, then push: what fails before leaves no trace."""
         dispatcher, model = self._open(), self.model
-        batch = dequantize_rows(model.embedding, ids[first:last])
+        batch = embed(model.embedding, ids[first:last], model.hyper)
         step = Step(dispatcher.layers, cache, cache.positions, last - first, batch, hidden_after)
         result = dispatcher.run(step)
         for layer in hidden_after:
@@ -226,6 +226,7 @@ class Decoder:
         with np.errstate(over="ignore", invalid="ignore"):
             rms_norm(hidden.T, weight, model.hyper.norm_eps, normed.T, self._scratch)
             model.weights.matmul(normed, model.output, out=out)
+            bend_logits(out, model.hyper)
 
     def _allocate(self, count: int, logits: str | None, layers: Collection[int]) -> Output:
         output = Output()

@@ -83,5 +83,5 @@ def build(threads: int, overlap: bool) -> tuple[Any, Any]:
 
 
 def source(threads: int, overlap: bool) -> Source:
-    """What to compile for blocks of `threads` (see `rows.block_threads`)."""
+    """What to compile for blocks of `threads`."""
     return Source(f"norm_half overlap={overlap}", functools.partial(build, threads, overlap), threads)

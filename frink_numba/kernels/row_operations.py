@@ -76,8 +76,3 @@ def block_reduce(operations: tuple[str, ...], threads: int) -> Any:
         return values
 
     return reduce
-
-
-def block_threads(cols: int) -> int:
-    """Threads for rows of `cols` float32: a warp has enough to do, and long rows still take few turns."""
-    return 64 if cols <= 512 else 128 if cols <= 2048 else 256 if cols <= 8192 else 512

@@ -113,6 +113,7 @@ def test_packages_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch):
 def test_a_device_is_opened_once_with_its_facts(monkeypatch: pytest.MonkeyPatch):
     answering(monkeypatch)
     monkeypatch.setattr(module, "NumbaRuntime", lambda number: None)
+    monkeypatch.setenv("FRINK_CUDA_TIER", "simt")
     monkeypatch.setattr(module, "make_body", lambda tier, info, runtime: SimtBody(runtime, None))
     device = open_device(0)
     assert open_device(0) is device

@@ -6,6 +6,7 @@ import gc
 import threading
 
 import numpy as np
+import pytest
 
 from frink_numba.cuda.pinned import PinnedPool
 from tests.cuda.fake_gpu import FakeRuntime
@@ -47,11 +48,12 @@ def test_a_block_that_is_far_too_large_is_not_lent():
     pool = PinnedPool(runtime)
     pool.lend(64 * MIB)
     pool.lend(1000)
-    assert [block.nbytes for block in runtime.pinned] == [64 * MIB, MIB]
+    assert [block.nbytes for block in runtime.pinned] == [64 * MIB, MIB // 16]
 
 
-def test_few_blocks_are_kept():
+def test_few_blocks_are_kept(monkeypatch: pytest.MonkeyPatch):
     """Ten answers held at once do not stay locked for ever."""
+    monkeypatch.setattr("frink_numba.cuda.pinned._KEPT_BYTES", 4 * MIB)
     runtime = FakeRuntime()
     pool = PinnedPool(runtime)
     loans = [pool.lend(MIB) for _ in range(10)]

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
+import pytest
 
 from frink_numba.backend import Step
 from frink_numba.cuda.backend import CudaBackend
-from frink_numba.cuda.device import CudaDevice
+from frink_numba.cuda.device import CudaDevice, make_body, visible_devices
+from frink_numba.cuda.runtime import NumbaRuntime
+from frink_numba.cuda.tier import TIERS as known_tiers
+from frink_numba.cuda.tier import choose_tier
+from frink_numba.errors import BackendUnavailable
 from frink_numba.layer import Layer
 
 
@@ -44,6 +50,29 @@ class RowCache:
         return self.keys, self.values
 
 
+TIERS = ("simt", "mma", "wgmma")
+
+
+@cache
+def device_of(tier: str) -> CudaDevice:
+    """The first device, run by `tier`; skips where the device lacks it or the stack has none of it yet."""
+    info = visible_devices()[0]
+    built = next(known.built for known in known_tiers if known.name == tier)
+    if not built:
+        pytest.skip(f"the resident stack has no tier {tier} yet")
+    try:
+        choose_tier(tier, info.compute_capability)
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+    runtime = NumbaRuntime(info.number)
+    return CudaDevice(info, runtime, make_body(tier, info, runtime))
+
+
+def bound_of(tier: str) -> float:
+    """The most that a layer may be off (design: numerics)."""
+    return 1e-5 if tier == "simt" else 2e-3
+
+
 def step_over(layers: Sequence[Layer], hidden: np.ndarray, prefixes) -> Step:
     caches = [RowCache(keys, values) for keys, values in prefixes]
     return Step(layers, caches, len(prefixes[0][0]), len(hidden), hidden)
@@ -57,6 +86,7 @@ def poison(device: CudaDevice) -> None:
         if block is not None:
             device.runtime.upload(block, np.full(block.nbytes, 0xFF, np.uint8), work.compute)
             device.runtime.synchronize(work.compute)
+        device.body.dropped()  # what a body knew of its scratch is no longer so
         for free in list(work.pinned._free):
             free.fill(0xFF)
 

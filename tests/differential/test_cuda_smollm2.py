@@ -1,4 +1,7 @@
-"""The real SmolLM2-135M with all layers on a GPU: against the host, and against transformers' golden."""
+"""The real SmolLM2-135M with all layers on a GPU: against the host, and against transformers' golden.
+
+The tier is the device's best, or what FRINK_CUDA_TIER says.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from frink_numba.cuda.device import open_device
 from frink_numba.host.decoder import Decoder
 from frink_numba.host.load import load
 from frink_numba.host.model import Model
@@ -16,7 +20,9 @@ from tests.golden.smollm2 import NEW_TOKENS, golden
 
 pytestmark = pytest.mark.gpu
 
-BOUND = 1e-4
+BOUND = 1e-4  # of logits, float32 kernels
+HALF_BOUND = 2e-2  # of logits, f16 operands, through all layers
+DIVERGENCE = 1e-3  # mean KL, any tier (design: numerics)
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +49,25 @@ def tokens(n: int, seed: int = 0) -> np.ndarray:
     return np.concatenate([np.roll(text, -37 * turn - seed) for turn in range(-(-n // len(text)))])[:n]
 
 
+def bound() -> float:
+    return BOUND if open_device(0).tier == "simt" else HALF_BOUND
+
+
+def check_logits(got: np.ndarray, want: np.ndarray) -> None:
+    """As `check_close`, and close as distributions."""
+    check_close(got, want)
+    wide, other = (np.atleast_2d(x).astype(np.float64) for x in (want, got))
+    truth, mine = (x - np.logaddexp.reduce(x, axis=1, keepdims=True) for x in (wide, other))
+    assert np.mean(np.sum(np.exp(truth) * (truth - mine), axis=1)) < DIVERGENCE
+
+
 def check_close(got: np.ndarray, want: np.ndarray) -> None:
-    """Every position under the bound, and the same first token wherever the two first logits are apart."""
+    """Every position under the bound, and the same first entry wherever the two first are apart."""
     got, want = np.atleast_2d(got), np.atleast_2d(want)
     norms = np.linalg.norm(want, axis=1)
     errors = np.linalg.norm(got - want, axis=1) / norms
     assert np.isfinite(got).all()
-    assert errors.max() < BOUND, errors.max()
+    assert errors.max() < bound(), errors.max()
     first_two = np.partition(want, -2, axis=1)[:, -2:]
     clear = first_two[:, 1] - first_two[:, 0] > 2 * np.abs(got - want).max(axis=1)
     np.testing.assert_array_equal(got.argmax(axis=1)[clear], want.argmax(axis=1)[clear])
@@ -76,20 +94,22 @@ def test_prompts_in_one_go_in_chunks_and_on_after_truncation(n: int, device: Dec
     for chunk_size in {n, 512, -(-n // 3), 4 if n < 64 else 100}:
         cache = device.new_cache()
         got = device.prefill(ids, cache, logits=kept, hidden=(host_hidden,), chunk_size=chunk_size)
-        check_close(got.logits, want.logits)
+        check_logits(got.logits, want.logits)
         check_close(got.hidden[host_hidden], want.hidden[host_hidden])
         cache.truncate(n // 2)
-        check_close(device.prefill(more, cache, logits=kept, chunk_size=chunk_size).logits, want_more.logits)
+        check_logits(device.prefill(more, cache, logits=kept, chunk_size=chunk_size).logits, want_more.logits)
 
 
 @pytest.mark.parametrize("name", PROMPTS)
 def test_the_golden(name: str, device: Decoder):
-    """Logits of every position under 1e-4 of transformers', and the same 40 greedy tokens."""
+    """Logits of every position against transformers', and the same 40 greedy tokens where kernels are float32."""
     expected = golden(name)
     out = device.prefill(expected.tokens, device.new_cache(), logits="all")
     assert out.logits is not None
     errors = sketched_errors(out.logits, expected.sketch, expected.norm)
-    assert np.all(errors < BOUND / SAFETY), errors.max()
+    assert np.all(errors < bound() / SAFETY), errors.max()
+    if open_device(0).tier != "simt":
+        return  # greedy text may part where two tokens are as good as equal
     pieces = device.generate([int(token) for token in expected.tokens], max_new_tokens=NEW_TOKENS, temperature=0)
     made = [piece.token for piece in pieces]
     np.testing.assert_array_equal(made, expected.greedy[: len(made)])

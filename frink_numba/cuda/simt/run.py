@@ -44,7 +44,8 @@ def run_layers(
 
     `prefixes`: K and V rows [start_pos, n_kv_heads, head_dim] of each layer, looked at only when start_pos > 0.
     `block`: scratch of at least `ScratchShape.nbytes`. Answers the new hidden batch and each layer's K/V rows, in
-    page-locked memory that is theirs. Raises what runtime and launchers raise, once nothing runs on the device any more.
+    page-locked memory that is theirs. Raises what runtime and launchers raise, once nothing runs on the device any
+    more.
     """
     run = _Run(runtime, launchers, work, layers, hidden.shape[0], start_pos, block, traffic)
     try:

@@ -1,0 +1,249 @@
+"""The tensor-core body: f16 operands, float32 sums and hidden stream, K/V mirrored on the device.
+
+One stream computes, another takes finished K/V rows down while the next layers run; events order the two, and the
+calling thread waits once, at the end (R8). Rows go straight into the host's cache where its memory is page-locked.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from frink_numba.cuda.arena import Carver, float_bytes
+from frink_numba.cuda.body import KvSource, Rows
+from frink_numba.cuda.runtime import Runtime
+from frink_numba.cuda.shapes import LayerShape
+from frink_numba.cuda.tensor.mirror import Mirror, Mirrors
+from frink_numba.cuda.tensor.program import Program
+from frink_numba.cuda.tensor.scratch import ATTENTION_WORKSPACE, STAGED_ROWS, TensorScratch
+from frink_numba.cuda.tensor.weights import TensorLayer, decline, layer_bytes, upload_layer
+from frink_numba.cuda.traffic import Traffic
+from frink_numba.layer import Layer
+
+if TYPE_CHECKING:
+    from frink_numba.cuda.device import Workspace
+
+_PROGRAMS = 8  # kept
+# Of a split product: float32 sums of 128 rows x 256 tokens for each multiprocessor, and flags.
+_SPLIT_SUMS, _SPLIT_FLAGS = 128 * 256 * 4, 1 << 16
+
+
+class TensorBody:
+    """See `frink_numba.cuda.body.Body`. `kernels`: a TensorKernels."""
+
+    def __init__(self, runtime: Runtime, kernels: Any, multiprocessors: int) -> None:
+        self.runtime = runtime
+        self.kernels = kernels
+        self._workspace_bytes = multiprocessors * _SPLIT_SUMS + _SPLIT_FLAGS
+        self._mirrors = Mirrors(runtime)
+        self._programs: OrderedDict[Any, Program] = OrderedDict()
+        self._zeroed: Any = None  # the scratch whose workspace is known to be zero
+
+    @property
+    def tier(self) -> str:
+        tier: str = self.kernels.tier
+        return tier
+
+    def why_not(self, layer: Layer) -> str | None:
+        return decline(layer)
+
+    def layer_bytes(self, layer: Layer) -> int:
+        return layer_bytes(layer)
+
+    def scratch(self, layers: Sequence[Layer]) -> TensorScratch:
+        return TensorScratch.of(layers, self._workspace_bytes)
+
+    def mirror_bytes(self, layer: Layer, cache: Any, positions: int) -> int:
+        return self._mirrors.needed(LayerShape.of(layer), cache, positions)
+
+    def mirror_held(self, cache: Any) -> int:
+        return self._mirrors.held(cache)
+
+    @property
+    def mirrored_bytes(self) -> int:
+        return self._mirrors.nbytes
+
+    def forget(self, nbytes: int, keep: Sequence[Any] = ()) -> None:
+        self._mirrors.forget(nbytes, keep)
+
+    def dropped(self) -> None:
+        self._programs.clear()
+        self._zeroed = None
+
+    def upload(self, layer: Layer, stream: Any, traffic: Traffic) -> TensorLayer:
+        return upload_layer(self.runtime, layer, stream, traffic)
+
+    def run(
+        self,
+        work: Workspace,
+        layers: Sequence[TensorLayer],
+        hidden: np.ndarray,
+        sources: Sequence[KvSource],
+        start_pos: int,
+        block: Any,
+        traffic: Traffic,
+    ) -> tuple[np.ndarray, list[Rows]]:
+        run, mirrors = _Run(self.runtime, work, traffic), list[Mirror]()
+        try:
+            if self._zeroed is not block:
+                address = self.runtime.address(block)
+                self.runtime.zero(address, self._workspace_bytes + ATTENTION_WORKSPACE, work.compute)
+            self._zeroed = None
+            shapes = [layer.shape for layer in layers]
+            total = start_pos + hidden.shape[0]
+            mirrors = [
+                self._mirrors.get(shape, source.cache, total, work.compute)
+                for shape, source in zip(shapes, sources, strict=True)
+            ]
+            program = self._program(layers, mirrors, hidden.shape[0], start_pos, self.runtime.address(block))
+            for layer, mirror, source in zip(layers, mirrors, sources, strict=True):
+                self._complete(layer, mirror, source, start_pos, program.staging, work, traffic)
+            answer = run.go(program, layers, mirrors, hidden, sources, start_pos)
+            self._zeroed = block
+            return answer
+        except BaseException:  # a keyboard interrupt too: memory that the device still writes to must not be reused
+            for mirror in mirrors:
+                mirror.rows, mirror.lease = 0, None
+            self.runtime.drain()
+            raise
+
+    def _program(
+        self, layers: Sequence[TensorLayer], mirrors: Sequence[Mirror], m: int, start_pos: int, base: int
+    ) -> Program:
+        scratch = self.scratch([layer.layer for layer in layers])
+        # Where the staging rows lie does not matter to the launches, only that there are some.
+        key = (m, base, bool(start_pos), *(x.serial for x in layers), *((x.k, x.capacity) for x in mirrors))
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = Program(self.kernels, scratch, layers, mirrors, m, start_pos, base)
+            if len(self._programs) > _PROGRAMS:
+                self._programs.popitem(last=False)
+        self._programs.move_to_end(key)
+        return program
+
+    def _complete(
+        self,
+        layer: TensorLayer,
+        mirror: Mirror,
+        source: KvSource,
+        start_pos: int,
+        staging: int,
+        work: Workspace,
+        traffic: Traffic,
+    ) -> None:
+        """Bring up the rows before the batch that the mirror does not hold (R11)."""
+        known = min(start_pos, mirror.known_rows(source.cache))
+        shape = layer.shape
+        width, pitch = shape.kv_width, -(-shape.head_dim // 8) * 8
+        stream, handle = work.compute, self.runtime.handle(work.compute)
+        for first in range(known, start_pos, STAGED_ROWS):
+            last = min(start_pos, first + STAGED_ROWS)
+            n = last - first
+            addresses = (staging, staging + 4 * n * width)
+            for address, rows in zip(addresses, source.prefix, strict=True):
+                part = np.ascontiguousarray(rows[first:last], np.float32)
+                self.runtime.send(address, part, stream)
+                traffic.prefix_up += part.nbytes
+            offset = 2 * first * shape.n_kv_heads * pitch
+            targets = (mirror.k + offset, mirror.v + offset)
+            scales = layer.scales[1:]
+            launch = self.kernels.mirror_rows(n, shape.n_kv_heads, shape.head_dim, pitch, addresses, targets, scales)
+            launch(handle)
+        mirror.rows = start_pos
+
+
+class _Run:
+    """One run: the hidden batch up, the launches, K/V rows and the hidden batch down."""
+
+    def __init__(self, runtime: Runtime, work: Workspace, traffic: Traffic) -> None:
+        self._runtime, self._work, self._traffic = runtime, work, traffic
+
+    def go(
+        self,
+        program: Program,
+        layers: Sequence[TensorLayer],
+        mirrors: Sequence[Mirror],
+        hidden: np.ndarray,
+        sources: Sequence[KvSource],
+        start_pos: int,
+    ) -> tuple[np.ndarray, list[Rows]]:
+        runtime, work, traffic = self._runtime, self._work, self._traffic
+        stream, handle = work.compute, runtime.handle(work.compute)
+        batch = hidden.shape[0]
+        lend = work.pinned.lend
+        answer = Carver(lend(float_bytes(hidden.size))).array(hidden.shape)
+        image = lend(program.image.nbytes)
+        np.copyto(image, program.step(start_pos))
+        source = hidden
+        if not work.pinned.owns(hidden):
+            np.copyto(answer, hidden)
+            source = answer
+        targets = self._targets(layers, mirrors, sources, batch)
+
+        runtime.send(program.step_address, image, stream)
+        runtime.send(program.hidden, source, stream)
+        traffic.hidden_up += hidden.nbytes
+        for launch in program.first:
+            launch(handle)
+        slots = program.slots
+        together = slots >= len(layers)  # the rows of all layers stay on the device until the end
+        for number, layer in enumerate(program.layers):
+            for launch in layer.before:
+                launch(handle)
+            if number >= slots:
+                runtime.wait(work.rows_down[number % slots], stream)
+            assert layer.prepare is not None
+            layer.prepare(handle)
+            if not together:
+                runtime.record(work.rows_ready[number % slots], stream)
+                runtime.wait(work.rows_ready[number % slots], work.downloads)
+                self._fetch(targets[number], layer.rows, work.downloads)
+                runtime.record(work.rows_down[number % slots], work.downloads)
+            for launch in layer.after:
+                launch(handle)
+        if together:
+            for rows, layer in zip(targets, program.layers, strict=True):
+                self._fetch(rows, layer.rows, stream)
+        else:
+            for number in range(slots):
+                runtime.wait(work.rows_down[number], stream)
+        runtime.fetch(answer, program.hidden, stream)
+        traffic.hidden_down += answer.nbytes
+        runtime.synchronize(stream)
+        traffic.synchronizations += 1
+        traffic.runs += 1
+        return answer, targets
+
+    def _fetch(self, rows: Rows, address: int, stream: Any) -> None:
+        for target in rows:
+            self._runtime.fetch(target, address, stream)
+            self._traffic.kv_down += target.nbytes
+            address += target.nbytes
+
+    def _targets(
+        self, layers: Sequence[TensorLayer], mirrors: Sequence[Mirror], sources: Sequence[KvSource], batch: int
+    ) -> list[Rows]:
+        """Where each layer's new rows go: the cache's tail if the device can write there, else memory of the run."""
+        pinned = self._work.pinned
+        targets: list[Rows | None] = []
+        for mirror, source in zip(mirrors, sources, strict=True):
+            lend = getattr(source.cache, "lend", None)
+            lease = lend(batch) if lend is not None else None
+            if lease is not None and not (
+                lease.k.dtype == np.float32 and pinned.owns(lease.k) and pinned.owns(lease.v)
+            ):
+                lease = None
+            mirror.lease = lease
+            targets.append((lease.k, lease.v) if lease is not None else None)
+        missing = [layer.shape for layer, rows in zip(layers, targets, strict=True) if rows is None]
+        if not missing:
+            return [rows for rows in targets if rows is not None]
+        carver = Carver(pinned.lend(float_bytes(*(batch * shape.kv_width for shape in missing for _ in "kv"))))
+        out = []
+        for layer, rows in zip(layers, targets, strict=True):
+            shape = (batch, layer.shape.n_kv_heads, layer.shape.head_dim)
+            out.append(rows if rows is not None else (carver.array(shape), carver.array(shape)))
+        return out

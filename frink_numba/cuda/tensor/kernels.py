@@ -1,0 +1,86 @@
+"""The kernels that the tensor-core body is built from, behind one object that compiles or loads each once.
+
+Making a `TensorKernels` imports no compiler; all addresses are integers in the current context.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+from frink_numba.kernels import gated_half, mirror_rows, norm_add, norm_half, rope_rows
+from frink_numba.kernels.cubins import Source
+from frink_numba.kernels.cubins import load as load_cubin
+from frink_numba.kernels.fused_attention import Attentions
+from frink_numba.kernels.gemm import Gemms, HalfRows
+from frink_numba.kernels.launch import Launch, LoadedKernel
+
+
+class TensorKernels:
+    """Products, attentions and the kernels over rows, for one device."""
+
+    def __init__(self, tier: str, capability: tuple[int, int], multiprocessors: int) -> None:
+        self.tier = tier
+        self.gemms = Gemms(tier, capability, multiprocessors)
+        self.attentions = Attentions(tier, capability, multiprocessors)
+        self._target = self.gemms.target
+        self._overlap = capability >= (9, 0)
+        self._kernels: dict[str, LoadedKernel] = {}
+        self._lock = threading.Lock()
+
+    def norm_half(self, m: int, cols: int, x: int, weight: int, eps: float, out: HalfRows) -> Launch:
+        """RMS norm of float32 [m, cols] into operands."""
+        threads = row_threads(cols)
+        kernel = self._kernel(norm_half.source(threads, self._overlap), norm_half.ARGUMENTS)
+        return kernel.bind(m, x, weight, out.half, out.scale, out.norm, cols, eps)
+
+    def norm_add(self, m: int, cols: int, hidden: int, y: int, weight: int, eps: float) -> Launch:
+        """hidden += RMS norm of y, both float32 [m, cols]."""
+        threads = row_threads(cols)
+        kernel = self._kernel(norm_add.source(threads, self._overlap), norm_add.ARGUMENTS)
+        return kernel.bind(m, hidden, y, weight, cols, eps)
+
+    def gated_half(self, gate_name: str, m: int, cols: int, gate: int, up: int, out: HalfRows) -> Launch:
+        """act(gate) * up, both float32 [m, cols], into operands."""
+        kernel = self._kernel(gated_half.source(gate_name, row_threads(cols), self._overlap), gated_half.ARGUMENTS)
+        return kernel.bind(m, gate, up, out.half, out.scale, out.norm, cols)
+
+    def rope_rows(
+        self, m: int, pairs: int, positions: int, frequencies: int, scale: float, cos: int, sin: int
+    ) -> Launch:
+        """Cosines and sines float32 [m, pairs] for int32 positions [m]."""
+        kernel = self._kernel(rope_rows.source(self._overlap), rope_rows.ARGUMENTS)
+        return kernel.bind(m, positions, frequencies, cos, sin, pairs, scale)
+
+    def mirror_rows(
+        self,
+        n: int,
+        heads: int,
+        head_dim: int,
+        pitch: int,
+        sources: tuple[int, int],
+        targets: tuple[int, int],
+        scales: tuple[float, float],
+    ) -> Launch:
+        """K and V rows float32 [n, heads, head_dim] into mirrors f16 [n, heads, pitch], divided by their scales."""
+        kernel = self._kernel(mirror_rows.source(self._overlap), mirror_rows.ARGUMENTS)
+        inverse = (1.0 / scales[0], 1.0 / scales[1])
+        return kernel.bind(n, *sources, *targets, *inverse, heads * head_dim, head_dim, pitch)
+
+    def _kernel(self, source: Source, arguments: Any) -> LoadedKernel:
+        with self._lock:
+            key = f"{source.name} {source.threads}"
+            kernel = self._kernels.get(key)
+            if kernel is None:
+                cubin = load_cubin(source, self._target)
+                types = [kind for _, kind in arguments]
+                kernel = LoadedKernel(cubin, types, source.threads, 0, overlap=self._overlap)
+                self._kernels[key] = kernel
+            return kernel
+
+
+@functools.cache
+def row_threads(cols: int) -> int:
+    """Threads of a block that works on a row of `cols` float32, a multiple of 4: few turns, and no idle warps."""
+    return 64 if cols <= 512 else 128 if cols <= 2048 else 256 if cols <= 8192 else 512

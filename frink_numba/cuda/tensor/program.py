@@ -1,0 +1,241 @@
+"""A run's launches, prepared once for a number of rows and a set of layers and mirrors, and used for every such step.
+
+Eight launches a layer, nine with matrices of mixed kinds:
+
+    norm -> qkv product -> QK norm, rotation, mirror -> attention -> o product, added to hidden
+    norm -> gate and up product with the activation  ->  down product, added to hidden
+
+Nothing that changes from step to step is an argument of a launch: positions and the mirrors' lengths are read from
+device memory, where `step` puts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from frink_numba.cuda.arena import Layout
+from frink_numba.cuda.shapes import LayerShape
+from frink_numba.cuda.tensor.mirror import Mirror
+from frink_numba.cuda.tensor.scratch import ATTENTION_WORKSPACE, TensorScratch, step_bytes
+from frink_numba.cuda.tensor.weights import TensorLayer, qk_norm_form
+from frink_numba.errors import DeviceError
+from frink_numba.kernels.fused_attention import SEQUENCE, HeadShape, RopeForm
+from frink_numba.kernels.fused_attention import Mirror as MirrorAddress
+from frink_numba.kernels.gemm import DeviceWeights, HalfRows
+
+Launch = Callable[[int], None]
+
+
+@dataclass(slots=True)
+class LayerLaunches:
+    """A layer's launches in order; `prepare` fills the slot of K/V rows at `rows`, that of K first."""
+
+    before: list[Launch] = field(default_factory=list)
+    prepare: Launch | None = None
+    after: list[Launch] = field(default_factory=list)
+    rows: int = 0
+
+
+class Program:
+    """The launches of `layers` over `m` rows in the scratch at `base`, whose K/V rows lie in `mirrors`.
+
+    `first`: launches before the layers. `image`: what `step` completes and the run sends to `step_address`.
+    """
+
+    def __init__(
+        self,
+        kernels: Any,
+        scratch: TensorScratch,
+        layers: Sequence[TensorLayer],
+        mirrors: Sequence[Mirror],
+        m: int,
+        start_pos: int,
+        base: int,
+    ) -> None:
+        self._kernels, self._m = kernels, m
+        layout = Layout()
+        self._at = {name: base + layout.add(size) for name, size in scratch.parts(m, start_pos).items()}
+        self._workspace = scratch.workspace
+        self.hidden, self.step_address = self._at["hidden"], self._at["step"]
+        self.staging = self._at.get("staging", 0)
+        self.slots = scratch.slots(m)
+        self.image = np.zeros(step_bytes(m, len(layers)), np.uint8)
+        self._maps: dict[bytes, int] = {}
+        self._constants: dict[float, int] = {}
+        self._image_end = 0
+        records = self._reserve(SEQUENCE.itemsize * len(layers))
+        self._records = self.image[records : records + SEQUENCE.itemsize * len(layers)].view(SEQUENCE)
+        positions = self._reserve(4 * m)
+        self._positions = self.image[positions : positions + 4 * m].view(np.int32)
+        self._records["rows"] = m
+        self._records["k_base"] = [mirror.k for mirror in mirrors]
+        self._records["v_base"] = [mirror.v for mirror in mirrors]
+
+        self.first: list[Launch] = []
+        self._tables = self._rope_tables(layers, self.step_address + positions)
+        self.layers = []
+        for number, (layer, mirror) in enumerate(zip(layers, mirrors, strict=True)):
+            record = self.step_address + records + SEQUENCE.itemsize * number
+            self.layers.append(self._layer(layer, mirror, record, self._at[f"rows{number % self.slots}"]))
+
+    def step(self, start_pos: int) -> np.ndarray:
+        """The image for a step from `start_pos` on."""
+        self._records["start_pos"] = start_pos
+        self._positions[:] = np.arange(start_pos, start_pos + self._m, dtype=np.int32)
+        return self.image
+
+    # --- what the launches work on ---
+
+    def _reserve(self, nbytes: int) -> int:
+        """The offset of a new part of the image, at a multiple of 128."""
+        offset, self._image_end = self._image_end, self._image_end + -(-nbytes // 128) * 128
+        if self._image_end > self.image.size:
+            raise DeviceError("the layers of one run differ in more ways than a step has room to describe")
+        return offset
+
+    def _map_address(self, maps: bytes) -> int:
+        """Where equal tensor maps lie on the device."""
+        if not maps:
+            return 0
+        offset = self._maps.get(maps)
+        if offset is None:
+            offset = self._maps[maps] = self._reserve(len(maps))
+            self.image[offset : offset + len(maps)] = np.frombuffer(maps, np.uint8)
+        return self.step_address + offset
+
+    def _operand(self, name: str) -> HalfRows:
+        at = self._at
+        return HalfRows(at[name], at[f"{name}_scale"], at[f"{name}_norm"])
+
+    def _attended(self, v_scale: float) -> HalfRows:
+        """The attention's result: every row has the scale of V."""
+        address = self._constants.get(v_scale)
+        if address is None:
+            nbytes = 4 * (-(-self._m // 256) * 256)
+            offset = self._reserve(nbytes)
+            self.image[offset : offset + nbytes].view(np.float32)[:] = v_scale
+            address = self._constants[v_scale] = self.step_address + offset
+        return HalfRows(self._at["attended"], address, self._at["normed_norm"])  # the norm is of no use to `o`
+
+    def _rope_tables(self, layers: Sequence[TensorLayer], positions: int) -> dict[Any, tuple[int, int]]:
+        tables: dict[Any, tuple[int, int]] = {}
+        for layer in layers:
+            rope, key = layer.layer.attention.rope, layer.rope_key
+            if rope is None or key in tables:
+                continue
+            cos, sin = (self._at[f"{name}{len(tables)}"] for name in ("cos", "sin"))
+            tables[key] = cos, sin
+            frequencies, pairs = layer.vectors["inverse_frequencies"], layer.shape.rope_pairs
+            launch = self._kernels.rope_rows(self._m, pairs, positions, frequencies, rope.magnitude_scale, cos, sin)
+            self.first.append(launch)
+        return tables
+
+    # --- a layer ---
+
+    def _layer(self, layer: TensorLayer, mirror: Mirror, record: int, rows: int) -> LayerLaunches:
+        made, at, kernels, m, shape = LayerLaunches(rows=rows), self._at, self._kernels, self._m, layer.shape
+        spec, eps, vectors = layer.layer.attention, layer.layer.norm_eps, layer.vectors
+        normed, attended = self._operand("normed"), self._attended(layer.scales[2])
+
+        made.before.append(kernels.norm_half(m, shape.hidden, self.hidden, vectors["attn_norm"], eps, normed))
+        width = shape.query_width + 2 * shape.kv_width
+        for weights, column in layer.qkv:
+            made.before.append(self._product(weights, normed, at["qkv"] + 4 * column, 4 * width))
+
+        heads = HeadShape(shape.n_heads, shape.n_kv_heads, shape.head_dim)
+        q_scale, k_scale, v_scale = layer.scales
+        turns, (cos, sin) = None, (0, 0)
+        if spec.rope is not None:
+            turns, (cos, sin) = RopeForm(spec.rope.layout, spec.rope.rot_dim), self._tables[layer.rope_key]
+        prepare = kernels.attentions.prepare(heads, rope=turns, norm=qk_norm_form(layer.layer))
+        made.prepare = prepare.bind(
+            m,
+            at["qkv"],
+            at["q"],
+            record,
+            1,
+            cos=cos,
+            sin=sin,
+            q_norm=vectors.get("q_norm", 0),
+            k_norm=vectors.get("k_norm", 0),
+            eps=eps,
+            k_rows=rows,
+            v_rows=rows + 4 * m * shape.kv_width,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+        attention = kernels.attentions.attention(heads, m, softcap=spec.softcap > 0)
+        if attention.workspace > ATTENTION_WORKSPACE:
+            raise DeviceError(f"the attention wants a workspace of {attention.workspace} bytes")
+        maps = attention.maps([MirrorAddress(mirror.k, mirror.v, mirror.capacity)])
+        made.after.append(
+            attention.bind(
+                at["q"],
+                attended.half,
+                record,
+                1,
+                maps=self._map_address(maps),
+                workspace=at["attention_workspace"],
+                q_scale=q_scale,
+                k_scale=k_scale,
+                window=spec.window,
+                softcap=spec.softcap,
+            )
+        )
+        self._into_hidden(made, layer.o, attended, vectors.get("post_attn_norm"), shape, eps)
+        made.after.append(kernels.norm_half(m, shape.hidden, self.hidden, vectors["ffn_norm"], eps, normed))
+        inner = self._operand("inner")
+        if len(layer.gate_up) == 1:
+            made.after.append(
+                self._product(layer.gate_up[0], normed, inner.half, 2 * shape.ffn, gate="swiglu", out_scale=inner.scale)
+            )
+        else:
+            for weights, name in zip(layer.gate_up, ("gate", "up"), strict=True):
+                made.after.append(self._product(weights, normed, at[name], 4 * shape.ffn))
+            made.after.append(kernels.gated_half("swiglu", m, shape.ffn, at["gate"], at["up"], inner))
+        self._into_hidden(made, layer.down, inner, vectors.get("post_ffn_norm"), shape, eps)
+        return made
+
+    def _into_hidden(
+        self,
+        made: LayerLaunches,
+        weights: DeviceWeights,
+        x: HalfRows,
+        post_norm: int | None,
+        shape: LayerShape,
+        eps: float,
+    ) -> None:
+        """hidden += product(x), normed first where there is a post-norm."""
+        pitch = 4 * shape.hidden
+        if post_norm is None:
+            made.after.append(self._product(weights, x, self.hidden, pitch, add=True))
+            return
+        projected = self._at["projected"]
+        made.after.append(self._product(weights, x, projected, pitch))
+        made.after.append(self._kernels.norm_add(self._m, shape.hidden, self.hidden, projected, post_norm, eps))
+
+    def _product(
+        self,
+        weights: DeviceWeights,
+        x: HalfRows,
+        out: int,
+        pitch: int,
+        *,
+        gate: str = "",
+        add: bool = False,
+        out_scale: int = 0,
+    ) -> Launch:
+        product = self._kernels.gemms.product(weights, self._m, gate=gate, half=bool(out_scale))
+        if product.workspace > self._workspace:
+            raise DeviceError(f"a product wants a workspace of {product.workspace} bytes")
+        maps = self._map_address(product.maps(x, out, pitch))
+        workspace = self._at["workspace"]
+        bound: Launch = product.bind(
+            weights, x, out, pitch, maps=maps, workspace=workspace, add=add, out_scale=out_scale
+        )
+        return bound

@@ -1,0 +1,108 @@
+"""The scratch block of a tensor-core run: what lies where in it, from the layers' shapes and the batch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from frink_numba.cuda.arena import Layout
+from frink_numba.cuda.parts import rope_key
+from frink_numba.cuda.shapes import LayerShape
+from frink_numba.kernels.fused_attention import SEQUENCE
+from frink_numba.kernels.tma import MAP_BYTES
+from frink_numba.layer import Layer
+
+STAGED_ROWS = 1024  # prefix rows that go up at a time
+FEW_ROWS = 64  # a batch whose K/V rows of all layers fit beside each other
+
+ATTENTION_WORKSPACE = 1 << 16
+
+_ATTENTION_MAPS = 4  # of a layer, at most
+
+
+@dataclass(frozen=True, slots=True)
+class TensorScratch:
+    """Sizes that a run's scratch must have room for: the largest of its layers."""
+
+    layers: int
+    hidden: int
+    query_width: int
+    padded_query_width: int  # heads at the pitch of `fused_attention`
+    kv_width: int
+    ffn: int
+    rope_pairs: int
+    rope_tables: int
+    post_norms: bool
+    separate_gate: bool
+    workspace: int
+
+    @classmethod
+    def of(cls, layers: Sequence[Layer], workspace: int) -> TensorScratch:
+        """`workspace`: bytes that the kernels want at most, whatever the shape."""
+        shapes = [LayerShape.of(layer) for layer in layers]
+        experts = [layer.ffn.experts[0] for layer in layers]
+        return cls(
+            layers=len(layers),
+            hidden=max(shape.hidden for shape in shapes),
+            query_width=max(shape.query_width for shape in shapes),
+            padded_query_width=max(shape.n_heads * (-(-shape.head_dim // 8) * 8) for shape in shapes),
+            kv_width=max(shape.kv_width for shape in shapes),
+            ffn=max(shape.ffn for shape in shapes),
+            rope_pairs=max(shape.rope_pairs for shape in shapes),
+            rope_tables=len({rope_key(layer) for layer in layers} - {None}),
+            post_norms=any(x.post_attn_norm is not None or x.post_ffn_norm is not None for x in layers),
+            separate_gate=any(expert.gate.kind != expert.up.kind for expert in experts),
+            workspace=workspace,
+        )
+
+    def slots(self, batch: int) -> int:
+        """Layers whose new float32 K/V rows are on the device at a time: they come down while the next layers run."""
+        return self.layers if batch <= FEW_ROWS else min(3, self.layers)
+
+    def parts(self, batch: int, start_pos: int) -> dict[str, int]:
+        """Bytes of every part, by name, in the order they lie in the block."""
+        filled = 4 * (-(-batch // 256) * 256)  # scales and norms of rows, as long as the widest tile
+        parts = {
+            # First and always as long: the kernels leave zeros there for the next run.
+            "workspace": self.workspace,
+            "attention_workspace": ATTENTION_WORKSPACE,
+            "step": step_bytes(batch, self.layers),
+            "hidden": 4 * batch * self.hidden,
+            "normed": 2 * batch * self.hidden,
+            "normed_scale": filled,
+            "normed_norm": filled,
+            "attended": 2 * batch * self.query_width,
+            "inner": 2 * batch * self.ffn,
+            "inner_scale": filled,
+            "inner_norm": filled,
+            "qkv": 4 * batch * (self.query_width + 2 * self.kv_width),
+            "q": 2 * batch * self.padded_query_width,
+        }
+        if self.post_norms:
+            parts["projected"] = 4 * batch * self.hidden
+        if self.separate_gate:
+            parts["gate"] = parts["up"] = 4 * batch * self.ffn
+        for slot in range(self.slots(batch)):
+            parts[f"rows{slot}"] = 8 * batch * self.kv_width
+        for table in range(self.rope_tables):
+            parts[f"cos{table}"] = parts[f"sin{table}"] = 4 * batch * self.rope_pairs
+        if start_pos:
+            parts["staging"] = 8 * min(start_pos, STAGED_ROWS) * self.kv_width
+        return parts
+
+    def nbytes(self, batch: int, start_pos: int) -> int:
+        """Bytes of the whole block."""
+        layout = Layout()
+        for size in self.parts(batch, start_pos).values():
+            layout.add(size)
+        return layout.nbytes
+
+
+def step_bytes(batch: int, layers: int) -> int:
+    """Bytes of what goes up with a step beside the hidden batch: tensor maps, a sequence record a layer, positions.
+
+    A layer has up to seven products with two maps each; layers of one form share them, and more than eight forms in
+    one model are not known.
+    """
+    maps = MAP_BYTES * (2 * 7 * min(layers, 8) + _ATTENTION_MAPS * layers)
+    return maps + SEQUENCE.itemsize * layers + 4 * batch + 4 * (-(-batch // 256) * 256) + 1024

@@ -1,0 +1,224 @@
+"""A layer's weights on the device in the order of the tensor-core products, uploaded once (R8, R19).
+
+Projections of one kind and width that read the same operands share a pack, and so a launch: Q, K and V; gate and up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from frink_numba.cuda.arena import Layout
+from frink_numba.cuda.parts import RopeKey, rope_key, vectors
+from frink_numba.cuda.runtime import Runtime
+from frink_numba.cuda.shapes import LayerShape
+from frink_numba.cuda.traffic import Traffic
+from frink_numba.kernels import fused_attention
+from frink_numba.kernels.fused_attention import f16_scale
+from frink_numba.kernels.gemm import DeviceWeights, why_not
+from frink_numba.kernels.gemm_kinds import SLAB, fragment_kind
+from frink_numba.kernels.gemm_pack import PackedMatrix, pack
+from frink_numba.layer import Layer
+from frink_numba.quant import QuantMatrix
+
+_serials = itertools.count()
+_BIASES = ("q_bias", "k_bias", "v_bias")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pack:
+    """Matrices that become one product, and where its results begin in a row: `column`."""
+
+    matrices: tuple[QuantMatrix, ...]
+    column: int = 0
+    gated: bool = False
+    bias: np.ndarray | None = None  # float32, as long as the rows
+
+    @property
+    def slabs(self) -> int:
+        return -(-sum(matrix.rows for matrix in self.matrices) // SLAB)
+
+    def sizes(self) -> list[int]:
+        """Bytes of the codes, of the rows' scales, and of the bias if there is one."""
+        kind = fragment_kind(self.matrices[0].kind.name)
+        assert kind is not None  # `decline` has seen it
+        floats = 4 * SLAB * self.slabs
+        return [self.slabs * kind.slab_bytes(self.matrices[0].cols), floats] + [floats] * (self.bias is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPacks:
+    """The products of a layer. `gate_up` is one gated pack, or two where the kinds differ."""
+
+    qkv: tuple[Pack, ...]
+    o: Pack
+    gate_up: tuple[Pack, ...]
+    down: Pack
+
+    @classmethod
+    def of(cls, layer: Layer) -> LayerPacks:
+        spec, expert = layer.attention, layer.ffn.experts[0]
+        qkv: list[Pack] = []
+        column = 0
+        for members in _alike((spec.q, spec.k, spec.v)):
+            named = [_BIASES[i] for i in members]
+            matrices = tuple((spec.q, spec.k, spec.v)[i] for i in members)
+            biases = [getattr(spec, name) for name in named]
+            bias = None
+            if any(b is not None for b in biases):
+                parts = zip(biases, matrices, strict=True)
+                bias = np.concatenate([np.zeros(m.rows, np.float32) if b is None else b for b, m in parts])
+            qkv.append(Pack(matrices, column, bias=bias))
+            column += sum(matrix.rows for matrix in matrices)
+        gate_up: tuple[Pack, ...] = (Pack((expert.gate, expert.up), gated=True),)
+        if expert.gate.kind != expert.up.kind:
+            gate_up = (Pack((expert.gate,)), Pack((expert.up,)))
+        return cls(tuple(qkv), Pack((spec.o,)), gate_up, Pack((expert.down,)))
+
+    def all(self) -> tuple[Pack, ...]:
+        return (*self.qkv, self.o, *self.gate_up, self.down)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorLayer:
+    """A layer on the device: products, vectors by name as addresses, and what keeps their memory.
+
+    scales: powers of two by which q, K and V are divided on the device, so that f16 holds them (design: numerics).
+    """
+
+    layer: Layer
+    shape: LayerShape
+    nbytes: int
+    qkv: tuple[tuple[DeviceWeights, int], ...]  # with the column where the results begin
+    o: DeviceWeights
+    gate_up: tuple[DeviceWeights, ...]
+    down: DeviceWeights
+    vectors: dict[str, int]
+    scales: tuple[float, float, float]
+    rope_key: RopeKey | None
+    serial: int  # of all layers ever uploaded: what is made for one never fits another
+    block: Any = field(repr=False)
+
+
+def decline(layer: Layer) -> str | None:
+    """Why the tensor-core tiers cannot run a layer that the SIMT tier can; None when they can."""
+    spec, expert = layer.attention, layer.ffn.experts[0]
+    sites = {"q": spec.q, "k": spec.k, "v": spec.v, "o": spec.o, "gate": expert.gate, "up": expert.up}
+    for site, matrix in {**sites, "down": expert.down}.items():
+        reason = why_not(matrix.kind, matrix.cols)
+        if reason is not None:
+            return f"the {site} projection: {reason}"
+    reason = fused_attention.why_not(spec.n_heads, spec.n_kv_heads, spec.head_dim)
+    if reason is not None:
+        return reason
+    if spec.q.rows % 4 or spec.k.rows % 4:
+        return f"projections of {spec.q.rows} and {spec.k.rows} rows, which are not multiples of 4"
+    if (spec.q_norm is None) != (spec.k_norm is None) or _norm_form(layer) is None:
+        return "a QK norm of q and another or none of k"
+    return None
+
+
+def qk_norm_form(layer: Layer) -> str:
+    """ "", "head" or "whole": how q and k are normed (R14)."""
+    form = _norm_form(layer)
+    assert form is not None  # `decline` has seen it
+    return form
+
+
+def layer_bytes(layer: Layer) -> int:
+    """Bytes that the layer's weights take on the device."""
+    return _layout(layer).nbytes
+
+
+def upload_layer(runtime: Runtime, layer: Layer, stream: Any, traffic: Traffic) -> TensorLayer:
+    """Allocate one block for `layer` and fill it in the order of `stream`. Raises what the runtime raises."""
+    nbytes = layer_bytes(layer)
+    block = runtime.device_bytes(nbytes)
+    base, layout = runtime.address(block), Layout()
+
+    def place(source: np.ndarray) -> int:
+        address = base + layout.add(source.nbytes)
+        runtime.send(address, np.ascontiguousarray(source), stream)
+        traffic.weights_up += source.nbytes
+        return address
+
+    packed: dict[int, PackedMatrix] = {}
+
+    def weights(part: Pack) -> DeviceWeights:
+        made = packed[id(part)] = pack(part.matrices, gated=part.gated)
+        data, row_scale, bias, bound = place(made.data), place(made.row_scale), 0, 0.0
+        if part.bias is not None:
+            filled = np.zeros(SLAB * part.slabs, np.float32)
+            filled[: part.bias.size] = part.bias
+            bias = place(filled)
+            bound = float(np.max(np.abs(part.bias)))
+        return DeviceWeights.of(made, data, row_scale, bias, bound)
+
+    packs = LayerPacks.of(layer)
+    qkv = tuple((weights(part), part.column) for part in packs.qkv)
+    o, gate_up, down = weights(packs.o), tuple(weights(part) for part in packs.gate_up), weights(packs.down)
+    named = {name: place(vector) for name, vector in _uploaded(layer).items()}
+    norms = [bound for part in packs.qkv for bound in packed[id(part)].norm_bounds]
+    scales = _scales(layer, norms)
+    shape, serial = LayerShape.of(layer), next(_serials)
+    return TensorLayer(layer, shape, nbytes, qkv, o, gate_up, down, named, scales, rope_key(layer), serial, block)
+
+
+def _alike(matrices: Sequence[QuantMatrix]) -> list[list[int]]:
+    """Neighbours of one kind, by number."""
+    runs: list[list[int]] = []
+    for i, matrix in enumerate(matrices):
+        if runs and matrices[runs[-1][-1]].kind == matrix.kind:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return runs
+
+
+def _uploaded(layer: Layer) -> dict[str, np.ndarray]:
+    """The layer's vectors but the biases, which go with their packs."""
+    return {name: vector for name, vector in vectors(layer).items() if name not in _BIASES}
+
+
+def _layout(layer: Layer) -> Layout:
+    layout = Layout()
+    for part in LayerPacks.of(layer).all():
+        for size in part.sizes():
+            layout.add(size)
+    for vector in _uploaded(layer).values():
+        layout.add(vector.nbytes)
+    return layout
+
+
+def _norm_form(layer: Layer) -> str | None:
+    spec = layer.attention
+    if spec.q_norm is None or spec.k_norm is None:
+        return ""
+    lengths = (spec.q_norm.shape[0], spec.k_norm.shape[0])
+    if lengths == (spec.head_dim, spec.head_dim):
+        return "head"
+    return "whole" if lengths == (spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim) else None
+
+
+def _scales(layer: Layer, norms: Sequence[float]) -> tuple[float, float, float]:
+    """Powers of two for q, K and V from what they can reach at most.
+
+    The 2-norm of a normed row is at most sqrt(hidden) times its largest weight, and a product no larger than that
+    times the 2-norm of the matrix's longest row. A QK norm bounds q and k by itself.
+    """
+    spec = layer.attention
+    assert layer.attn_norm is not None  # the stack declines a layer without
+    row = math.sqrt(layer.hidden_dim) * float(np.abs(layer.attn_norm).max())
+    biases = [0.0 if b is None else float(np.max(np.abs(b))) for b in (spec.q_bias, spec.k_bias, spec.v_bias)]
+    bounds = [norm * row + bias for norm, bias in zip(norms, biases, strict=True)]
+    for i, weight in enumerate((spec.q_norm, spec.k_norm)):
+        if weight is not None:
+            length = spec.head_dim if qk_norm_form(layer) == "head" else weight.shape[0]
+            bounds[i] = math.sqrt(length) * float(np.abs(weight).max())
+    turned = math.sqrt(2.0) * max(1.0, abs(spec.rope.magnitude_scale)) if spec.rope is not None else 1.0
+    return f16_scale(bounds[0] * turned), f16_scale(bounds[1] * turned), f16_scale(bounds[2])
