@@ -1,33 +1,81 @@
-"""The ends of a generated token on the device: the embedding's row on the way in, the choice of the token on the way out.
+"""The ends of a generated token on the device: the embedding's row on its way in, the choice of the token.
 
-    launch = samplers.embed(weights, ids, m, hidden, scale=1.0)   # hidden float32 [m, cols] = row ids[i] of a pack
-    launch = samplers.argmax(logits, m, vocabulary, ids, workspace=address)   # ids int32 [m]
+    samplers = Samplers((9, 0))                                               # per device
+    launch = samplers.embed(weights, ids, m, hidden, scale=1.0)               # hidden[i] = scale * row ids[i] of a pack
+    launch = samplers.argmax(logits, m, vocabulary, ids, workspace=address)   # ids[i] = index of row i's largest logit
+    launch(stream)
 
-`ids` lies in device memory: a captured graph may read the ids that the graph before has written.
+`ids` lies in device memory: a graph may read what the graph before has written, so that a greedy step needs no host.
 """
 
 from __future__ import annotations
 
+import threading
+
+from frink_numba.errors import BackendUnavailable, ShapeError
+from frink_numba.kernels import sample_kernels
+from frink_numba.kernels.cubins import Source, Target
+from frink_numba.kernels.cubins import load as load_cubin
 from frink_numba.kernels.gemm import DeviceWeights
+from frink_numba.kernels.launch import Launch, LoadedKernel
 
 
 class Samplers:
     """The kernels of one device, loaded once each. Thread-safe."""
 
-    def __init__(self, capability: tuple[int, int], multiprocessors: int) -> None:
-        raise NotImplementedError
+    def __init__(self, capability: tuple[int, int]) -> None:
+        if capability < (8, 0):
+            raise BackendUnavailable(
+                f"no packed weights on compute capability {capability[0]}.{capability[1]}: 8.0 is the least"
+            )
+        self.target = Target("90a" if capability == (9, 0) else f"{capability[0]}{capability[1]}")
+        self._overlap = capability >= (9, 0)
+        self._kernels: dict[str, LoadedKernel] = {}
+        self._lock = threading.Lock()
 
-    def embed(self, weights: DeviceWeights, ids: int, m: int, hidden: int, *, scale: float = 1.0) -> object:
-        """A launch that writes scale * row ids[i] of a (not gated) pack to hidden[i], float32 [m, cols]."""
-        raise NotImplementedError
+    def embed(self, weights: DeviceWeights, ids: int, m: int, hidden: int, *, scale: float = 1.0) -> Launch:
+        """A launch that writes scale * row ids[i] of a pack that is not gated to hidden[i], float32 [m, cols].
 
-    def argmax(self, logits: int, m: int, count: int, ids: int, *, workspace: int) -> object:
+        ids: int32 [m]. Elements are the file's values, rounded to float32 once (F32 and BF16 were rounded to f16 when
+        they were packed). An id beyond the last row gives the last row.
+        """
+        if weights.gated or m < 1:
+            raise ShapeError(f"an embedding is a plain pack and a launch has at least one row, got {m}")
+        types = [kind for _, kind in sample_kernels.EMBED_ARGUMENTS]
+        source = sample_kernels.embed_source(weights.kind, self._overlap)
+        kernel = self._kernel(source, types)
+        return kernel.bind(m, ids, weights.data, weights.row_scale, hidden, scale, weights.rows, weights.cols)
+
+    def argmax(self, logits: int, m: int, count: int, ids: int, *, workspace: int) -> Launch:
         """A launch that writes the index of each row's largest logit (the first of equals) to `ids`, int32 [m].
 
-        logits: float32 [m, count], dense. workspace: `argmax_workspace(m)` bytes, zeroed once.
+        logits: float32 [m, count], dense; a not-a-number counts as the largest. workspace: `argmax_workspace(m)` bytes,
+        zeroed once; launches leave it zero.
         """
-        raise NotImplementedError
+        if m < 1 or count < 1:
+            raise ShapeError(f"a choice needs rows and logits, got {m} x {count}")
+        types = [kind for _, kind in sample_kernels.ARGMAX_ARGUMENTS]
+        kernel = self._kernel(sample_kernels.argmax_source(self._overlap), types)
+        return kernel.bind(m * sample_kernels.ARGMAX_BLOCKS, logits, ids, workspace, count)
 
     @staticmethod
     def argmax_workspace(m: int) -> int:
-        raise NotImplementedError
+        """Bytes of the workspace for m rows."""
+        return 16 * m
+
+    def _kernel(self, source: Source, types: list[str]) -> LoadedKernel:
+        with self._lock:
+            kernel = self._kernels.get(source.name)
+            if kernel is None:
+                cubin = load_cubin(source, self.target)
+                kernel = LoadedKernel(cubin, types, source.threads, 0, overlap=self._overlap)
+                self._kernels[source.name] = kernel
+            return kernel
+
+    def close(self) -> None:
+        """Unload the kernels; their launches must not run any more."""
+        with self._lock:
+            kernels = list(self._kernels.values())
+            self._kernels.clear()
+        for kernel in kernels:
+            kernel.close()

@@ -102,7 +102,7 @@ def row_bytes(part_columns: int) -> int:
 
 def _around(tokens: int) -> int:
     """Sums of all warps twice; sums and scales of the norm."""
-    return 2 * WARPS * partial_room(tokens) + 16 * WARPS * 8 + 16 * 16
+    return 2 * WARPS * partial_room(tokens) + 16 * WARPS * 16 + 16 * 16
 
 
 def fitting_slots(name: str, tokens: int, m: int, part_columns: int) -> int:
@@ -129,9 +129,10 @@ def build(gemm: ThinGemm) -> Any:
         exchange_ops,
         fetch_item,
         multiply_item,
+        norm_facts,
         norm_ops,
+        out_power,
         partial_ops,
-        power_op,
         store_quarter,
         token_values,
     )
@@ -143,16 +144,16 @@ def build(gemm: ThinGemm) -> Any:
     ROOM, OVERLAP, NORM = partial_room(T), gemm.overlap, gemm.norm > 0
     HALF, GATED = gemm.epilogue.half, bool(gemm.epilogue.gate)
     PARTIAL_AT = SLOTS * ring_slot(gemm.kind)
-    SUMS_AT = PARTIAL_AT + 2 * WARPS * ROOM  # of the norm: 16 rows x WARPS x two float32
-    SCALES_AT = SUMS_AT + 16 * WARPS * 8  # scale, 1 / scale, norm of each row, 16 bytes
+    SUMS_AT = PARTIAL_AT + 2 * WARPS * ROOM  # of the norm: 16 bytes of each row and warp
+    SCALES_AT = SUMS_AT + 16 * WARPS * 16  # scale, 1 / scale, norm of each row, 16 bytes
     X_AT = SCALES_AT + 16 * 16
 
     fetch, multiply = fetch_item(gemm.kind), multiply_item(gemm.kind, T)
     put_partial, add_partials = partial_ops(T, R)
     put_part, add_part = exchange_ops(T)
     store, copy = store_quarter(gemm.epilogue, T), copy_rows(THREADS)
-    load_row, squares, convert = norm_ops(max(1, gemm.norm), THREADS)
-    power, values_of = power_op(), token_values(T)
+    load_row, measure, convert = norm_ops(max(1, gemm.norm), THREADS)
+    facts, power, values_of = norm_facts(WARPS), out_power(), token_values(T)
     no_sums, no_part = zeros(2 * sum_registers(T)), zeros(sum_registers(T))
     arrived = copies_pending(SLOTS - 1)
     commit = instruction("cp.async.commit_group;", None)
@@ -163,9 +164,7 @@ def build(gemm: ThinGemm) -> Any:
     fence = instruction("fence.acq_rel.gpu;", None)
     count_up = instruction("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", "u32", "u64", "u32")
     from_first_lane = instruction("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "u32", "u32")
-    root = instruction("sqrt.rn.f32 $0, $1;", "f32", "f32", pure=True)
-    inverse_root = instruction("rsqrt.approx.f32 $0, $1;", "f32", "f32", pure=True)
-    quotient = instruction("div.rn.f32 $0, $1, $2;", "f32", "f32", "f32", pure=True)
+    store4 = instruction("st.shared.v4.f32 [$0], {$1,$2,$3,$4};", None, "u32", "f32", "f32", "f32", "f32")
     u32, u64, f32 = types.uint32, types.uint64, types.float32
 
     def thin_gemm(
@@ -230,32 +229,20 @@ def build(gemm: ThinGemm) -> Any:
             for r in range(m):
                 if r > 0:
                     values = load_row(x + u64(r) * row_length, thread, cols)
-                total, weighted = squares(values, norm_weight)
-                for distance in (16, 8, 4, 2, 1):
-                    total += cuda.shfl_xor_sync(0xFFFFFFFF, total, distance)
-                    weighted += cuda.shfl_xor_sync(0xFFFFFFFF, weighted, distance)
+                total, weighted, top = measure(values, norm_weight)
                 if lane == 0:
-                    store_pair(sums_at + u32(u32(r) * u32(WARPS) + warp) * u32(8), total, weighted)
+                    store4(sums_at + u32(u32(r) * u32(WARPS) + warp) * u32(16), total, weighted, top, top)
             cuda.syncthreads()
             for r in range(m):
                 if m > 1:
                     values = load_row(x + u64(r) * row_length, thread, cols)
-                total = f32(0.0)
-                weighted = f32(0.0)
-                for w in range(WARPS):
-                    pair = load_pair(sums_at + u32(u32(r) * u32(WARPS) + u32(w)) * u32(8))
-                    total += pair[0]
-                    weighted += pair[1]
-                rms = inverse_root(quotient(total, f32(cols)) + eps)
-                # A little more than the norm, which bounds each element too: no f16 overflows.
-                norm = root(weighted) * rms * f32(1.002)
-                factors = power(norm, f32(0.0), f32(1.0), f32(0.0))
+                rms, norm, inverse_scale, scale = facts(u32(sums_at + u32(r) * u32(16 * WARPS)), cols, eps)
                 convert(
-                    values, norm_weight, rms, factors[0], thread, first_column, u32(first_column + part_columns),
+                    values, norm_weight, rms, inverse_scale, thread, first_column, u32(first_column + part_columns),
                     u32(x_at + u32(r) * x_row),
                 )  # fmt: skip
                 if thread == 0:
-                    store_pair(scales + u32(r) * u32(16), factors[1], norm)
+                    store_pair(scales + u32(r) * u32(16), scale, norm)
         else:
             if OVERLAP:
                 wait_for_predecessors()
@@ -276,7 +263,7 @@ def build(gemm: ThinGemm) -> Any:
         token_facts = values_of(scales, lane, m, c2, c1, c0)
         if HALF and block == 0 and thread < m:
             pair = load_pair(scales + thread * u32(16))
-            store_float(out_scale + u64(thread) * u64(4), power(pair[1], c2, c1, c0)[1])
+            store_float(out_scale + u64(thread) * u64(4), power(pair[1], c2, c1, c0))
 
         token = lane & u32(7)
         low = u32(x_at + (lane >> u32(3)) * u32(16))

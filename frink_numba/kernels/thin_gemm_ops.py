@@ -337,9 +337,9 @@ def _row_op(vectors: int, threads: int, body: Callable[..., Any]) -> list[Any]:
 def norm_ops(vectors: int, threads: int) -> tuple[Any, Any, Any]:
     """A thread's share of a float32 row: `vectors` times four columns, `threads` vectors apart.
 
-    (load(row, thread, cols) -> values, zeros beyond `cols`; squares(values, weight) -> (sum of x**2, of (x w)**2);
-    convert(values, weight, factor, thread, column, end, target): f16 of x w factor to shared memory, for columns in
-    column..end).
+    load(row, thread, cols) -> values, zeros beyond `cols`; measure(values, weight) -> (sum of x**2, of (x w)**2, largest
+    |x w|) of the warp's columns; convert(values, weight, rms, factor, thread, column, end, target): f16 of x rms w factor
+    to shared memory, for the columns from `column` to `end`.
     """
     count = 4 * vectors
 
@@ -352,18 +352,25 @@ def norm_ops(vectors: int, threads: int) -> tuple[Any, Any, Any]:
 
         return [value for four in _row_op(vectors, threads, one) for value in four]
 
-    @emitted("f32x2", f"f32x{count}", f"f32x{count}")
-    def squares(e: Emitter, values: list[Register], weight: list[Register]) -> list[Register]:
-        plain = [v * v for v in values]
-        products = [v * w for v, w in zip(values, weight, strict=True)]
-        weighted = [p * p for p in products]
-        out = []
-        for terms in (plain, weighted):
-            while len(terms) > 1:
-                terms = [a + b for a, b in zip(terms[::2], terms[1::2], strict=True)] + (
-                    [terms[-1]] if len(terms) % 2 and len(terms) > 1 else []
-                )
-            out.append(terms[0])
+    def tree(terms: list[Register], combine: Callable[[Register, Register], Register]) -> Register:
+        while len(terms) > 1:
+            pairs = [combine(a, b) for a, b in zip(terms[::2], terms[1::2], strict=False)]
+            terms = pairs + terms[len(pairs) * 2 :]
+        return terms[0]
+
+    @emitted("f32x3", f"f32x{count}", f"f32x{count}")
+    def measure(e: Emitter, values: list[Register], weight: list[Register]) -> list[Register]:
+        def larger(a: Register, b: Register) -> Register:
+            return e.asm("max.f32 $0, $1, $2;", "f32", [a, b], pure=True)
+
+        weighted = [v * w for v, w in zip(values, weight, strict=True)]
+        sizes = [e.asm("abs.f32 $0, $1;", "f32", [v], pure=True) for v in weighted]
+        out = [tree([v * v for v in terms], lambda a, b: a + b) for terms in (values, weighted)]
+        out.append(tree(sizes, larger))
+        for distance in (16, 8, 4, 2, 1):
+            shuffle = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
+            moved = [e.asm(shuffle, "f32", [value]) for value in out]
+            out = [out[0] + moved[0], out[1] + moved[1], larger(out[2], moved[2])]
         return out
 
     @emitted(None, f"f32x{count}", f"f32x{count}", "f32", "f32", "u32", "u32", "u32", "u32")
@@ -390,16 +397,49 @@ def norm_ops(vectors: int, threads: int) -> tuple[Any, Any, Any]:
 
         _row_op(vectors, threads, one)
 
-    return load, squares, convert
+    return load, measure, convert
 
 
 @functools.cache
-def power_op() -> Any:
-    """power(norm, c2, c1, c0) -> (1 / scale, scale): see gemm_store.out_scales."""
+def norm_facts(warps: int) -> Any:
+    """facts(address, cols, eps) -> (1 / rms, a bound of the normalized row's 2-norm, 1 / scale, scale).
 
-    @emitted("f32x2", "f32", "f32", "f32", "f32")
-    def power(e: Emitter, norm: Register, c2: Register, c1: Register, c0: Register) -> list[Register]:
-        return list(out_scales(e, norm, (c2, c1, c0)))
+    `address`: what `measure` gave for each warp, 16 bytes apart in shared memory. The scale is the power of two that
+    keeps the largest element under 2**15. Where the sum of (x w)**2 is out of float32's range, the bound is a looser one.
+    """
+
+    @emitted("f32x4", "u32", "u32", "f32")
+    def facts(e: Emitter, address: Register, cols: Register, eps: Register) -> list[Register]:
+        def op(template: str, *inputs: Register) -> Register:
+            return e.asm(template, "f32", inputs, pure=True)
+
+        total = weighted = top = e.constant("f32", 0.0)
+        for w in range(warps):
+            four = e.asm("ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", "f32x4", [address + 16 * w])
+            total, weighted = total + four[0], weighted + four[1]
+            top = op("max.f32 $0, $1, $2;", top, four[2])
+        width = op("cvt.rn.f32.u32 $0, $1;", cols)
+        rms = op("rsqrt.approx.f32 $0, $1;", op("div.rn.f32 $0, $1, $2;", total, width) + eps)
+        b = e.builder
+        sound = b.and_(
+            b.fcmp_ordered(">", weighted.value, e.constant("f32", 1e-30).value),
+            b.fcmp_ordered("<", weighted.value, e.constant("f32", 3e38).value),
+        )
+        root, loose = op("sqrt.rn.f32 $0, $1;", weighted), op("sqrt.rn.f32 $0, $1;", width) * top
+        norm = Register(e, "f32", b.select(sound, root.value, loose.value)) * rms * 1.002
+        zero, one = e.constant("f32", 0.0), e.constant("f32", 1.0)
+        return [rms, norm, *out_scales(e, top * rms, (zero, one, zero))]
+
+    return facts
+
+
+@functools.cache
+def out_power() -> Any:
+    """power(norm, c2, c1, c0) -> the power of two of an f16 result: see gemm_store.out_scales."""
+
+    @emitted("f32", "f32", "f32", "f32", "f32")
+    def power(e: Emitter, norm: Register, c2: Register, c1: Register, c0: Register) -> Register:
+        return out_scales(e, norm, (c2, c1, c0))[1]
 
     return power
 

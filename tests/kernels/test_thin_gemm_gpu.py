@@ -75,8 +75,8 @@ def test_every_row_count(thins: ThinGemms, m: int) -> None:
 @pytest.mark.parametrize("k", [32, 64, 96, 160, 256, 352, 576, 1536, 3072])
 def test_widths(thins: ThinGemms, k: int, row_groups: int) -> None:
     """K a multiple of 32: warps without work, half steps, tails."""
-    check(thins, "Q4_1", 3, 130, k, row_groups=row_groups)
-    check(thins, "Q8_0", 1, 1, k, row_groups=row_groups, norm=True)
+    check(thins, "Q4_1", 3, 131, k, row_groups=row_groups)
+    check(thins, "Q8_0", 1, 70, k, row_groups=row_groups, norm=True)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_bias_and_residual(thins: ThinGemms, m: int, k: int) -> None:
 
 def _act(gate: str, g: np.ndarray) -> np.ndarray:
     if gate == "swiglu":
-        return g / (1 + np.exp(-g))
+        return g * 0.5 * (1 + np.tanh(g / 2))  # silu, without an exp that overflows
     return 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)))
 
 
