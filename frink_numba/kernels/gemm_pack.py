@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +31,8 @@ from frink_numba.kernels.gemm_kinds import (
 )
 from frink_numba.quant import QuantMatrix
 
-_CHUNK_ELEMENTS = 1 << 23  # elements repacked at a time: bounds the scratch memory
+_CHUNK_ELEMENTS = 1 << 21  # elements that a thread repacks at a time: bounds the scratch memory
+_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,11 +96,19 @@ def pack(matrices: Sequence[QuantMatrix], *, gated: bool = False) -> PackedMatri
     row_scale = np.ones(slabs * SLAB, np.float32)
     squares = np.zeros(slabs * SLAB, np.float64)
     per_chunk = max(1, _CHUNK_ELEMENTS // (SLAB * first.cols))
-    for start in range(0, slabs, per_chunk):
+
+    def pack_chunk(start: int) -> None:
         stop = min(slabs, start + per_chunk)
         raw = _gather(matrices, gated, start * SLAB, min(rows, stop * SLAB), stop * SLAB)
         span = slice(start * SLAB, stop * SLAB)
         data[start:stop], row_scale[span], squares[span] = _pack_rows(kind, first.kind.name, raw, first.cols)
+
+    starts = range(0, slabs, per_chunk)
+    if len(starts) == 1:
+        pack_chunk(0)
+    else:  # NumPy lets go of the interpreter while it works
+        with ThreadPoolExecutor(min(len(starts), os.cpu_count() or 1, _THREADS)) as workers:
+            list(workers.map(pack_chunk, starts))
     if gated:
         sides = squares[: rows // 16 * 16].reshape(-1, 2, 8)
         bounds = tuple(math.sqrt(float(sides[:, i].max(initial=0.0))) for i in range(2))
