@@ -27,7 +27,7 @@ _LOAD_OR_ZERO = (
 _HEADER_REGIONS = {"Q3_K": (2, 4, 4, 4)}  # bytes a row of each region of a header; else the header is one region
 
 
-def _regions(name: str) -> list[tuple[int, int, int]]:
+def item_regions(name: str) -> list[tuple[int, int, int]]:
     """(offset in a slab's item, bytes of a quarter there, step) of everything that an item holds; header: step 0."""
     kind = FRAGMENT_KINDS[name]
     out, at = [], 0
@@ -52,7 +52,7 @@ def _less(e: Emitter, a: Register, b: Register | int) -> Any:
 @functools.cache
 def fetch_item(name: str) -> Any:
     """fetch(source, quarter, slot, place, lane, steps): start the copies of a quarter's item, `steps` of it or more."""
-    regions = _regions(name)
+    regions = item_regions(name)
 
     @emitted(None, "u64", "u32", "u32", "u32", "u32", "u32")
     def fetch(
@@ -337,9 +337,9 @@ def _row_op(vectors: int, threads: int, body: Callable[..., Any]) -> list[Any]:
 def norm_ops(vectors: int, threads: int) -> tuple[Any, Any, Any]:
     """A thread's share of a float32 row: `vectors` times four columns, `threads` vectors apart.
 
-    load(row, thread, cols) -> values, zeros beyond `cols`; measure(values, weight) -> (sum of x**2, of (x w)**2, largest
-    |x w|) of the warp's columns; convert(values, weight, rms, factor, thread, column, end, target): f16 of x rms w factor
-    to shared memory, for the columns from `column` to `end`.
+    load(row, thread, cols) -> values, zeros beyond `cols`; measure(values, weight) -> (sum of x**2, of (x w)**2,
+    largest |x w|) of the warp's columns; convert(values, weight, rms, factor, thread, column, end, target): f16 of x
+    rms w factor to shared memory, for the columns from `column` to `end`.
     """
     count = 4 * vectors
 
@@ -405,7 +405,7 @@ def norm_facts(warps: int) -> Any:
     """facts(address, cols, eps) -> (1 / rms, a bound of the normalized row's 2-norm, 1 / scale, scale).
 
     `address`: what `measure` gave for each warp, 16 bytes apart in shared memory. The scale is the power of two that
-    keeps the largest element under 2**15. Where the sum of (x w)**2 is out of float32's range, the bound is a looser one.
+    keeps the largest element under 2**15. Where the sum of (x w)**2 is out of float32's range, the bound is looser.
     """
 
     @emitted("f32x4", "u32", "u32", "f32")

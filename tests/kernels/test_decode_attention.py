@@ -1,0 +1,49 @@
+"""The decode attention and the samplers without a GPU: they compile without spills, bad requests say why."""
+
+from __future__ import annotations
+
+import pytest
+
+from frink_numba.errors import BackendUnavailable, ShapeError
+from frink_numba.kernels.cubins import Target, compile_kernel
+from frink_numba.kernels.decode_attention import DecodeAttentions, DecodeShape, source_of, variant_of, why_not
+from frink_numba.kernels.sample import Samplers
+from frink_numba.kernels.sample_kernels import argmax_source, embed_source
+from frink_numba.layer import RopeLayout
+
+SHAPES = [
+    (DecodeShape(32, 8, 128, rot_dim=128), 1, "90a"),
+    (DecodeShape(9, 3, 64, rot_dim=64, layout=RopeLayout.NEOX), 1, "80"),
+    (DecodeShape(16, 8, 256, rot_dim=256, layout=RopeLayout.NEOX, q_norm=True, k_norm=True, softcap=50.0), 8, "90a"),
+    (DecodeShape(8, 8, 96, rot_dim=20), 2, "120"),
+]
+
+
+@pytest.mark.parametrize(("shape", "rows", "arch"), SHAPES, ids=lambda v: str(getattr(v, "head_dim", v)))
+def test_kernels_compile_without_spills(shape: DecodeShape, rows: int, arch: str) -> None:
+    cubin = compile_kernel(source_of(variant_of(shape, rows, arch.startswith("90"))), Target(arch))
+    assert cubin.spilled == 0
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "half"])
+def test_embedding_rows_compile(kind: str) -> None:
+    assert compile_kernel(embed_source(kind, True), Target("90a")).spilled == 0
+
+
+def test_argmax_compiles() -> None:
+    assert compile_kernel(argmax_source(False), Target("80")).spilled == 0
+
+
+def test_requests_that_make_no_sense() -> None:
+    with pytest.raises(BackendUnavailable, match="7.5"):
+        DecodeAttentions((7, 5), 40)
+    with pytest.raises(BackendUnavailable, match="7.5"):
+        Samplers((7, 5))
+    assert why_not(8, 2, 64) is None
+    assert "evenly" in str(why_not(9, 2, 64))
+    with pytest.raises(ShapeError, match="not 80"):
+        DecodeShape(8, 2, 80)
+    with pytest.raises(ShapeError, match="rotation of 65"):
+        DecodeShape(8, 2, 64, rot_dim=65)
+    with pytest.raises(ShapeError, match="1 to 8 rows"):
+        DecodeAttentions((9, 0), 132).attention(DecodeShape(8, 2, 64), sequences=1, most_rows=9)
