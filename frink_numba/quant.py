@@ -98,6 +98,12 @@ class QuantMatrix:
     def nbytes(self) -> int:
         return int(self.data.nbytes)
 
+    def part(self, first: int, last: int) -> QuantMatrix:
+        """Rows `first` .. `last`-1 as a matrix over the same bytes; ShapeError outside the matrix."""
+        if not 0 <= first <= last <= self.rows:
+            raise ShapeError(f"rows {first} to {last} of a matrix of {self.rows} rows")
+        return QuantMatrix(self.kind, self.data[first:last], last - first, self.cols)
+
     @classmethod
     def from_float32(cls, weights: np.ndarray) -> QuantMatrix:
         """Wrap float32 `weights` [rows, cols] as kind F32, without a copy when they are contiguous."""

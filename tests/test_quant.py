@@ -62,3 +62,16 @@ def test_from_float32_is_a_view() -> None:
     assert np.shares_memory(matrix.data, weights)
     with pytest.raises(ShapeError, match="two dimensions"):
         QuantMatrix.from_float32(weights[0])
+
+
+def test_a_part_of_a_matrix_is_a_view_of_its_rows() -> None:
+    whole = QuantMatrix(KINDS["Q8_0"], np.arange(5 * 34, dtype=np.uint8).reshape(5, 34), 5, 32)
+    part = whole.part(1, 4)
+    assert (part.kind, part.rows, part.cols) == (whole.kind, 3, 32)
+    assert part.data.base is not None
+    np.testing.assert_array_equal(part.data, whole.data[1:4])
+    assert np.shares_memory(part.data, whole.data)
+    assert whole.part(5, 5).rows == 0
+    for first, last in ((-1, 2), (3, 2), (0, 6)):
+        with pytest.raises(ShapeError, match=f"rows {first} to {last} of a matrix of 5 rows"):
+            whole.part(first, last)

@@ -67,6 +67,17 @@ class GgufFile:
         rows, cols = info.shape
         return QuantMatrix(info.kind, self._bytes(info).reshape(rows, -1), rows, cols)
 
+    def matrices(self, name: str) -> tuple[QuantMatrix, ...]:
+        """The three-dimensional tensor `name` as views of its matrices; GgufError when there is no such tensor."""
+        info = self._info(name)
+        if len(info.shape) != 3:
+            raise GgufError(
+                f"{self._where(info)} has shape {list(info.shape)}; a stack of matrices has three dimensions"
+            )
+        count, rows, cols = info.shape
+        data = self._bytes(info).reshape(count, rows, -1)
+        return tuple(QuantMatrix(info.kind, part, rows, cols) for part in data)
+
     def vector(self, name: str) -> np.ndarray:
         """The one-dimensional F32, F16 or BF16 tensor `name` as a float32 copy; GgufError for any other."""
         info = self._info(name)

@@ -55,6 +55,17 @@ def test_tensors_are_views_of_the_file(tmp_path: Path) -> None:
         assert "4 tensors" in repr(model)
 
 
+def test_a_stack_of_matrices_is_views_of_the_file(tmp_path: Path) -> None:
+    path = _tiny(tmp_path / "tiny.gguf")
+    with GgufFile.open(path) as model:
+        info = model.tensors["d.weight"]
+        stack = model.matrices("d.weight")
+        assert [(matrix.kind.name, matrix.rows, matrix.cols) for matrix in stack] == [("F16", 3, 4)] * 2
+        content = path.read_bytes()[info.offset : info.offset + info.nbytes]
+        assert b"".join(matrix.data.tobytes() for matrix in stack) == content
+        assert not any(matrix.data.flags.owndata or matrix.data.flags.writeable for matrix in stack)
+
+
 @pytest.mark.parametrize("version", [2, 3])
 def test_versions_2_and_3_are_read_alike(tmp_path: Path, version: int) -> None:
     """Fault 35."""
@@ -114,6 +125,8 @@ def test_wrong_use_is_named(tmp_path: Path) -> None:
         for call, message in [
             (lambda: model.matrix("nope"), "has no tensor 'nope'"),
             (lambda: model.matrix("s"), r"'s' has shape \[1, 2, 3\]; a matrix"),
+            (lambda: model.matrices("m"), r"'m' has shape \[2, 32\]; a stack of matrices"),
+            (lambda: model.matrices("nope"), "has no tensor 'nope'"),
             (lambda: model.vector("m"), r"'m' has shape \[2, 32\]; a vector"),
             (lambda: model.vector("v"), "'v' is of kind I32; a vector is read from F32, F16 or BF16"),
         ]:
