@@ -6,15 +6,13 @@ refused by name, since a model that runs without it would be wrong.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
-import numpy as np
-
-from frink_numba.errors import GgufError, UnsupportedModelError
 from frink_numba.host.architectures import Architecture
+from frink_numba.host.key_reader import KeyReader
+from frink_numba.host.rope_scaling import PLAIN, RopeScaling, ScalingKind, yarn_magnitude
 
 _CONSUMED = frozenset(
     {
@@ -32,28 +30,42 @@ _CONSUMED = frozenset(
         "rope.freq_base",
         "rope.scaling.type",
         "rope.scaling.factor",
+        "rope.scaling.original_context_length",
+        "rope.scaling.attn_factor",
+        "rope.scaling.yarn_attn_factor",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
         "rope.scale_linear",
     }
 )
 # Keys that describe how the model was made, or serve other uses than the next token's logits.
-_WITHOUT_EFFECT = frozenset(
-    {
-        "rope.scaling.original_context_length",  # linear scaling and factor tensors need no reference length
-        "rope.scaling.finetuned",
-        "tensor_data_layout",
-        "pooling_type",
-    }
-)
+_WITHOUT_EFFECT = frozenset({"rope.scaling.finetuned", "tensor_data_layout", "pooling_type"})
 # Keys that would change the result, with the value under which they do not.
 _NEUTRAL: dict[str, Any] = {
     "expert_count": 0,
     "expert_used_count": 0,
+    "expert_group_count": 0,
+    "expert_group_used_count": 0,
+    "expert_gating_func": 1,  # softmax
+    "nextn_predict_layers": 0,
     "attention.causal": True,
     "use_parallel_residual": False,
-    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
 }
+_EXPERT_KEYS = frozenset({"expert_count", "expert_used_count"})
 _DEFAULT_THETA = 10000.0  # llama.cpp's, for files without rope.freq_base
-_MAX = 1 << 31  # no dimension or length of a sound file reaches it
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCounts:
+    """The mixture of each layer."""
+
+    count: int
+    used: int  # by a token
+    ffn: int  # width of an expert
+    shared_ffn: int  # width of the shared expert; 0: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +82,36 @@ class Hyperparameters:
     norm_eps: float
     vocab: int | None  # None: the file does not say
     rope_theta: float
+    local_theta: float  # of layers with a window
     rope_dim: int  # leading channels of a head that turn
-    rope_linear: float  # positions are divided by it; 1: not scaled
-    window: int  # 0: none
+    scaling: RopeScaling
+    local_scaling: RopeScaling  # of layers with a window
+    rotated: tuple[bool, ...]
+    windows: tuple[int, ...]  # 0: none
+    experts: ExpertCounts | None = None
+    attention_scale: float | None = None  # None: 1/sqrt(head_dim)
+    softcap: float = 0.0  # of the attention's scores; 0: none
+    logit_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
 
 
 def read_hyperparameters(
-    metadata: Mapping[str, Any], architecture: Architecture, *, tensors: int, where: str
+    metadata: Mapping[str, Any], architecture: Architecture, *, tensors: Collection[str], where: str
 ) -> Hyperparameters:
-    """Read and check the keys `ARCH.*` of `metadata`; `tensors` bounds the layers a file can hold, `where` names it.
+    """Read and check the keys `ARCH.*` of `metadata`; `tensors`: the names of the file's tensors, `where` names it.
 
     GgufError for what is missing, malformed or contradictory; UnsupportedModelError for what is not served.
     """
-    reader = _Reader(metadata, architecture.name, where)
-    reader.refuse_unknown(_CONSUMED | ({"attention.sliding_window"} if architecture.window else frozenset()))
+    reader = KeyReader(metadata, architecture.name, where)
+    consumed = _CONSUMED | architecture.keys | (_EXPERT_KEYS if architecture.mixture else frozenset())
+    neutral = {**_NEUTRAL, **architecture.neutral}
+    reader.refuse_unknown(consumed | (_WITHOUT_EFFECT - neutral.keys()), neutral)
+    reader.require(architecture.required_keys)
     layers = reader.integer("block_count")
-    if layers > tensors:
-        reader.fail("block_count", f"is {layers}, but the file holds only {tensors} tensors")
+    if layers > len(tensors):
+        reader.fail("block_count", f"is {layers}, but the file holds only {len(tensors)} tensors")
     hidden = reader.integer("embedding_length")
     n_heads = reader.per_layer("attention.head_count", layers)
     n_kv_heads = reader.per_layer("attention.head_count_kv", layers, default=n_heads)
@@ -101,25 +126,38 @@ def read_hyperparameters(
         reader.fail(
             "rope.dimension_count", f"is {rope_dim}; it must be even and at most the head's {head_dim} channels"
         )
-    window = reader.integer("attention.sliding_window", default=0, low=0) if architecture.window else 0
+    ffn = reader.per_layer("feed_forward_length", layers)
+    windows = _windows(reader, architecture, layers)
+    theta = reader.number("rope.freq_base", default=_DEFAULT_THETA)
+    scaling = _scaling(reader, architecture.rope_factors and (LONG_FACTORS in tensors or SHORT_FACTORS in tensors))
     return Hyperparameters(
         layers=layers,
         context_length=reader.integer("context_length"),
         hidden=hidden,
-        ffn=reader.per_layer("feed_forward_length", layers),
+        ffn=ffn,
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         head_dim=head_dim,
         norm_eps=reader.number("attention.layer_norm_rms_epsilon"),
         vocab=reader.integer("vocab_size") if reader.has("vocab_size") else None,
-        rope_theta=reader.number("rope.freq_base", default=_DEFAULT_THETA),
+        rope_theta=theta,
+        local_theta=reader.number("rope.freq_base_swa", default=architecture.local_theta or theta),
         rope_dim=rope_dim,
-        rope_linear=_linear_scaling(reader),
-        window=window,
+        scaling=scaling,
+        local_scaling=scaling if architecture.local_scaling else PLAIN,
+        rotated=architecture.rotated(windows),
+        windows=windows,
+        experts=_experts(reader, architecture, ffn),
+        attention_scale=_attention_scale(reader, architecture, (hidden, n_heads[0], head_dim)),
+        softcap=reader.number("attn_logit_softcapping", default=architecture.default_softcap),
+        logit_softcap=reader.number("final_logit_softcapping", default=architecture.default_logit_softcap),
+        embedding_scale=reader.number("embedding_scale", default=hidden**0.5 if architecture.scaled_embedding else 1.0),
+        residual_scale=reader.number("residual_scale", default=1.0),
+        logit_divisor=reader.number("logit_scale", default=1.0),
     )
 
 
-def _head_dim(reader: _Reader, hidden: int, n_heads: int) -> int:
+def _head_dim(reader: KeyReader, hidden: int, n_heads: int) -> int:
     if not reader.has("attention.key_length") and hidden % n_heads:
         reader.fail("embedding_length", f"is {hidden}, not a multiple of {n_heads} heads, and there is no key_length")
     head_dim = reader.integer("attention.key_length", default=hidden // n_heads)
@@ -129,94 +167,75 @@ def _head_dim(reader: _Reader, hidden: int, n_heads: int) -> int:
     return head_dim
 
 
-def _linear_scaling(reader: _Reader) -> float:
-    """The factor of linear scaling, 1 when there is none. As in llama.cpp, a factor without a type is linear."""
+def _attention_scale(reader: KeyReader, architecture: Architecture, sizes: tuple[int, int, int]) -> float | None:
+    if reader.has("attention.scale"):
+        return reader.number("attention.scale")
+    scalar = architecture.query_scalars.get(sizes)
+    return None if scalar is None else scalar**-0.5
+
+
+def _windows(reader: KeyReader, architecture: Architecture, layers: int) -> tuple[int, ...]:
+    if not architecture.window_period:
+        return (0,) * layers
+    window = reader.integer("attention.sliding_window", default=architecture.default_window, low=0)
+    if architecture.window_period == 1:
+        return (window,) * layers
+    pattern = reader.pattern("attention.sliding_window_pattern", layers, period=architecture.window_period)
+    return tuple(window if windowed else 0 for windowed in pattern)
+
+
+def _experts(reader: KeyReader, architecture: Architecture, ffn: tuple[int, ...]) -> ExpertCounts | None:
+    mixture = architecture.mixture
+    if mixture is None:
+        return None
+    count = reader.integer("expert_count", default=None if mixture.required else 0, low=1 if mixture.required else 0)
+    if not count:
+        if reader.integer("expert_used_count", default=0, low=0):
+            reader.fail("expert_used_count", "is not 0, but there are no experts")
+        return None
+    used = reader.integer("expert_used_count")
+    if used > count:
+        reader.fail("expert_used_count", f"is {used}, more than the {count} experts there are")
+    shared = reader.integer("expert_shared_feed_forward_length") if mixture.shared else 0
+    return ExpertCounts(count, used, reader.integer("expert_feed_forward_length", default=ffn[0]), shared)
+
+
+def _scaling(reader: KeyReader, long_factors: bool) -> RopeScaling:
+    """As in llama.cpp, a factor without a type is linear, and the factor tensors of LongRoPE need no type."""
     factors = [reader.number(key) for key in ("rope.scaling.factor", "rope.scale_linear") if reader.has(key)]
     if len(set(factors)) > 1:
         reader.fail("rope.scaling.factor", f"is {factors[0]:g}, but rope.scale_linear is {factors[1]:g}")
     factor = factors[0] if factors else None
-    kind = reader.text("rope.scaling.type", default="none" if factor is None else "linear")
-    if kind == "linear":
-        if factor is None:
-            reader.fail("rope.scaling.type", "is 'linear', but there is no rope.scaling.factor")
-        return factor
-    if kind != "none":
-        reader.refuse("rope.scaling.type", f"is {kind[:80]!r}; 'linear', 'none' and rope_freqs.weight are served")
-    if factor not in (None, 1.0):
-        reader.fail("rope.scaling.factor", f"is {factor:g}, but rope.scaling.type is 'none'")
-    return 1.0
-
-
-class _Reader:
-    """Typed access to the keys `ARCH.*`, without the prefix; an error names the file and the whole key."""
-
-    def __init__(self, metadata: Mapping[str, Any], prefix: str, where: str) -> None:
-        self.metadata, self.prefix, self.where = metadata, prefix, where
-
-    def fail(self, key: str, problem: str) -> NoReturn:
-        raise GgufError(f"{self.where}: {self.prefix}.{key} {problem}")
-
-    def refuse(self, key: str, problem: str) -> NoReturn:
-        raise UnsupportedModelError(f"{self.where}: {self.prefix}.{key} {problem}; this is not served")
-
-    def refuse_unknown(self, consumed: frozenset[str]) -> None:
-        for full in self.metadata:
-            prefix, dot, key = full.partition(".")
-            if prefix != self.prefix or not dot or key in consumed or key in _WITHOUT_EFFECT:
-                continue
-            if key not in _NEUTRAL:
-                self.refuse(key[:80], "is not known to this version, and may change the result")
-            value, neutral = self.metadata[full], _NEUTRAL[key]
-            if not isinstance(value, bool | int | float) or value != neutral:
-                shown = value if isinstance(value, bool | int | float) else f"a {type(value).__name__}"
-                self.refuse(key, f"is {shown}, not {neutral}")
-
-    def has(self, key: str) -> bool:
-        return f"{self.prefix}.{key}" in self.metadata
-
-    def _get(self, key: str) -> Any:
-        if not self.has(key):
-            self.fail(key, "is missing, and the model cannot be built without it")
-        return self.metadata[f"{self.prefix}.{key}"]
-
-    def integer(self, key: str, *, default: int | None = None, low: int = 1) -> int:
-        if default is not None and not self.has(key):
-            return default
-        return self._checked_integer(key, self._get(key), low)
-
-    def _checked_integer(self, key: str, value: Any, low: int) -> int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            self.fail(key, f"holds a {type(value).__name__}; it must be an integer")
-        if not low <= value < _MAX:
-            self.fail(key, f"is {value}; it must be from {low} up to {_MAX - 1}")
-        return value
-
-    def per_layer(self, key: str, layers: int, *, default: tuple[int, ...] | None = None) -> tuple[int, ...]:
-        """One integer a layer, from an array of that length or a single number for all."""
-        if default is not None and not self.has(key):
-            return default
-        value = self._get(key)
-        if not isinstance(value, np.ndarray):
-            return (self._checked_integer(key, value, 1),) * layers
-        if value.shape != (layers,):
-            self.fail(key, f"has {len(value)} entries for {layers} layers")
-        if 0 in value:
-            self.refuse(key, f"is 0 in layer {int(np.argmin(value))}: a layer without this part")
-        return tuple(self._checked_integer(key, entry, 1) for entry in value.tolist())
-
-    def number(self, key: str, *, default: float | None = None) -> float:
-        """A positive finite number."""
-        if default is not None and not self.has(key):
-            return default
-        value = self._get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            self.fail(key, f"holds a {type(value).__name__}; it must be a number")
-        if not 0 < value < math.inf:
-            self.fail(key, f"is {value}; it must be a positive number")
-        return float(value)
-
-    def text(self, key: str, *, default: str) -> str:
-        value = self.metadata.get(f"{self.prefix}.{key}", default)
-        if not isinstance(value, str):
-            self.fail(key, f"holds a {type(value).__name__}; it must be a string")
-        return value
+    default = ScalingKind.LONGROPE if long_factors else ScalingKind.NONE if factor is None else ScalingKind.LINEAR
+    name = reader.text("rope.scaling.type", default=default.value)
+    if name not in (kind.value for kind in ScalingKind):
+        known = ", ".join(kind.value for kind in ScalingKind)
+        reader.refuse("rope.scaling.type", f"is {name[:80]!r}; {known} and rope_freqs.weight are served")
+    kind = ScalingKind(name)
+    if long_factors != (kind is ScalingKind.LONGROPE):
+        there = "there are" if long_factors else "there are no"
+        reader.fail("rope.scaling.type", f"is {name!r}, but {there} tensors {LONG_FACTORS!r} and {SHORT_FACTORS!r}")
+    if kind in (ScalingKind.NONE, ScalingKind.LONGROPE) and factor not in (None, 1.0):
+        reader.fail("rope.scaling.factor", f"is {factor:g}, but rope.scaling.type is {name!r}")
+    if kind in (ScalingKind.LINEAR, ScalingKind.YARN) and factor is None:
+        reader.fail("rope.scaling.type", f"is {name!r}, but there is no rope.scaling.factor")
+    magnitude = reader.number("rope.scaling.attn_factor", default=1.0)
+    if kind is ScalingKind.LONGROPE:
+        if not reader.has("rope.scaling.attn_factor"):
+            reader.fail("rope.scaling.attn_factor", "is missing, which LongRoPE's factors need")
+        return RopeScaling(kind, 1.0, reader.integer("rope.scaling.original_context_length"), magnitude=magnitude)
+    if magnitude != 1:
+        reader.refuse("rope.scaling.attn_factor", f"is {magnitude:g}, but rope.scaling.type is {name!r}")
+    if kind is ScalingKind.YARN:
+        if reader.number("rope.freq_base", default=_DEFAULT_THETA) == 1:
+            reader.fail("rope.freq_base", "is 1, with which YaRN can tell no pair from another")
+        assert factor is not None
+        return RopeScaling(
+            kind,
+            factor,
+            reader.integer("rope.scaling.original_context_length"),
+            fast_turns=reader.number("rope.scaling.yarn_beta_fast", default=32.0),
+            slow_turns=reader.number("rope.scaling.yarn_beta_slow", default=1.0),
+            magnitude=reader.number("rope.scaling.yarn_attn_factor", default=yarn_magnitude(factor)),
+        )
+    return RopeScaling(kind, 1.0 if factor is None else factor)

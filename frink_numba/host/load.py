@@ -25,11 +25,11 @@ def load(path_or_name: str | os.PathLike[str], *, context_length: int | None = N
     try:
         where = str(gguf.paths[0])
         architecture = find_architecture(_architecture_name(gguf, where))
-        hyper = read_hyperparameters(gguf.metadata, architecture, tensors=len(gguf.tensors), where=where)
+        hyper = read_hyperparameters(gguf.metadata, architecture, tensors=gguf.tensors, where=where)
         length = hyper.context_length
         if context_length is not None:
             length = checked_integer("context_length", context_length, 1, hyper.context_length)
-        return Model(gguf, architecture, hyper, build(gguf, architecture, hyper), length)
+        return Model(gguf, architecture, hyper, build(gguf, architecture, hyper, length), length)
     except BaseException:
         gguf.close()
         raise

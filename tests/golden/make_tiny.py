@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 import numpy as np
 import torch
 import transformers
 
-from tests.golden.tiny import FOLDER, VARIANTS, Variant, golden_logits, tokens, weights
+from tests.golden.tiny import CONTEXT, FOLDER, VARIANTS, Variant, golden_logits, tokens, weights
 
 
 def build(variant: Variant) -> torch.nn.Module:
@@ -29,10 +30,14 @@ def build(variant: Variant) -> torch.nn.Module:
         head_dim=v.head_dim,
         vocab_size=v.vocab,
         rms_norm_eps=v.eps,
-        max_position_embeddings=4096,
+        max_position_embeddings=CONTEXT,
         tie_word_embeddings=v.tied,
-        rope_parameters={**v.rope, "rope_theta": v.theta},
+        rope_parameters=_rope_parameters(v),
         attn_implementation="eager",
+        experts_implementation="eager",
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
         **v.config,
     )
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -41,6 +46,13 @@ def build(variant: Variant) -> torch.nn.Module:
         parameters["lm_head.weight"] = parameters["model.embed_tokens.weight"]
     model.load_state_dict(parameters, strict=True)
     return model
+
+
+def _rope_parameters(v: Variant) -> dict[str, Any]:
+    own = {**v.rope, "rope_theta": v.theta}
+    if v.config_class not in ("Gemma3TextConfig", "Olmo3Config"):
+        return own
+    return {"full_attention": own, "sliding_attention": v.local_rope or {"rope_type": "default", "rope_theta": 10000.0}}
 
 
 def logits(model: torch.nn.Module, ids: np.ndarray) -> np.ndarray:

@@ -1,34 +1,24 @@
 """Write the tiny models as GGUF, through the gguf package, the way llama.cpp's converter lays such models out.
 
+Names of tensors are those of that package's own table: what it calls a parameter of transformers, per architecture.
 `content()` gives the file's metadata and tensors as plain dictionaries, so that a test can flip one fact before
 `write()`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter, quants
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
 
-from tests.golden.tiny import Variant, weights
+from tests.golden.tiny import CONTEXT, Variant, weights
 
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+_ARCHITECTURES = {name: architecture for architecture, name in MODEL_ARCH_NAMES.items()}
+_PAIRED = {"llama", "granite", "smollm3", "internlm2"}  # Q and K are stored with adjacent pairs
 
 
 @dataclass
@@ -46,14 +36,14 @@ def content(variant: Variant) -> Content:
     metadata: dict[str, Any] = {
         "general.name": v.name,
         f"{a}.block_count": v.layers,
-        f"{a}.context_length": 4096,
+        f"{a}.context_length": CONTEXT,
         f"{a}.embedding_length": v.hidden,
         f"{a}.feed_forward_length": v.ffn,
         f"{a}.attention.head_count": v.heads,
         f"{a}.attention.head_count_kv": v.kv_heads,
         f"{a}.attention.layer_norm_rms_epsilon": v.eps,
         f"{a}.rope.freq_base": v.theta,
-        f"{a}.rope.dimension_count": v.head_dim,
+        f"{a}.rope.dimension_count": v.rotary,
         f"{a}.vocab_size": v.vocab,
         "tokenizer.ggml.model": "no_vocab",
     }
@@ -61,27 +51,55 @@ def content(variant: Variant) -> Content:
         metadata[f"{a}.attention.key_length"] = metadata[f"{a}.attention.value_length"] = v.head_dim
     if v.window:
         metadata[f"{a}.attention.sliding_window"] = v.window
-    if v.rope["rope_type"] == "linear":
-        metadata[f"{a}.rope.scaling.type"] = "linear"
-        metadata[f"{a}.rope.scaling.factor"] = v.rope["factor"]
-    tensors = {gguf_name(name): _stored(v, name, value) for name, value in weights(v).items()}
+    if v.local_rope:
+        metadata[f"{a}.rope.freq_base_swa"] = v.local_rope["rope_theta"]
+    metadata |= {f"{a}.{key}": value for key, value in {**_rope_keys(v), **v.keys}.items()}
+
+    map_name = get_tensor_name_map(_ARCHITECTURES[a], v.layers).get_name
+    tensors: dict[str, Any] = {}
+    for name, value in weights(v).items():
+        for full, part in _split(v, name, value).items():
+            tensors[map_name(full, (".weight", ".bias"))] = _stored(v, full, part)
     if v.rope["rope_type"] == "llama3":
         tensors["rope_freqs.weight"] = llama3_factors(v)
+    if v.rope["rope_type"] == "longrope":
+        for length in ("long", "short"):
+            tensors[f"rope_factors_{length}.weight"] = np.array(v.rope[f"{length}_factor"], np.float32)
     return Content(a, metadata, tensors)
 
 
-def gguf_name(name: str) -> str:
-    """GGUF's name of a parameter of transformers."""
-    stem, _, suffix = name.rpartition(".")
-    if stem.startswith("model.layers."):
-        _, _, number, stem = stem.split(".", 3)
-        return f"blk.{number}.{_NAMES[stem]}.{suffix}"
-    return f"{_NAMES[stem]}.{suffix}"
+def _rope_keys(v: Variant) -> dict[str, Any]:
+    kind, keys = v.rope["rope_type"], {}
+    if kind in ("linear", "yarn"):
+        keys |= {"rope.scaling.type": kind, "rope.scaling.factor": v.rope["factor"]}
+    if kind in ("yarn", "longrope"):
+        original = keys["rope.scaling.original_context_length"] = v.rope["original_max_position_embeddings"]
+    for theirs, ours in {"attention_factor": "attn_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}.items():
+        if theirs in v.rope:
+            keys[f"rope.scaling.yarn_{ours}"] = v.rope[theirs]
+    if kind == "longrope":
+        keys["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(CONTEXT / original) / math.log(original))
+        if v.architecture != "phi3":  # files of that one do not name the type
+            keys["rope.scaling.type"] = kind
+    return keys
+
+
+def _split(v: Variant, name: str, value: np.ndarray) -> dict[str, np.ndarray]:
+    """A parameter of transformers as the parameters that a file holds: of experts, gate and up apart."""
+    if name.endswith("experts.gate_up_proj"):
+        gate, up = np.split(value, 2, axis=1)
+        stem = name.removesuffix("gate_up_proj")
+        return {f"{stem}gate_proj.weight": gate.copy(), f"{stem}up_proj.weight": up.copy()}
+    if name.endswith("experts.down_proj"):
+        return {f"{name}.weight": value}
+    return {name: value[0] if name.endswith("shared_expert_gate.weight") else value}
 
 
 def _stored(variant: Variant, name: str, value: np.ndarray) -> Any:
-    if variant.architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+    if variant.architecture in _PAIRED and ("q_proj" in name or "k_proj" in name):
         value = halves_to_pairs(value, variant.head_dim)
+    if variant.from_one and name.endswith("norm.weight"):
+        value = value + 1
     if variant.quantized and value.ndim == 2:
         kind = GGMLQuantizationType[variant.quantized]
         return quants.quantize(value, kind), kind
@@ -125,6 +143,7 @@ _ADD = {
     bool: GGUFWriter.add_bool,
     int: GGUFWriter.add_uint32,
     float: GGUFWriter.add_float32,
+    np.float64: GGUFWriter.add_float64,
     str: GGUFWriter.add_string,
     list: GGUFWriter.add_array,
 }

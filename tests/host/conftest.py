@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from frink_numba.host.decoder import Decoder
@@ -48,6 +49,19 @@ def open_decoder(save: Callable[..., Path], backends: str) -> Iterator[Callable[
     yield open_decoder
     for model in models:
         model.close()
+
+
+@pytest.fixture
+def run(backends: str) -> Callable[..., np.ndarray]:
+    """run(path, ids, context length or None) gives all logits of a prompt, float32 [len(ids), vocab]."""
+
+    def run(path: Path, ids: np.ndarray, context: int | None = None) -> np.ndarray:
+        with load(path, context_length=context) as model, Decoder(model, backends) as decoder:
+            logits = decoder.prefill(ids, decoder.new_cache(), logits="all").logits
+            assert logits is not None
+            return logits
+
+    return run
 
 
 @pytest.fixture

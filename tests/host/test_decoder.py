@@ -189,7 +189,7 @@ def fail_at_chunk(monkeypatch, owner, name, chunk, calls_a_chunk, error):
         (LayerKV, "write_tail", 3),
         (LayerKV, "check_rows", 3),
         (WeightStore, "matmul", 1),
-        (decoder_module, "dequantize_rows", 1),
+        (decoder_module, "embed", 1),
     ],
 )
 def test_a_failed_chunk_leaves_the_cache_at_the_last_whole_one(decoder, monkeypatch, owner, name, calls_a_chunk):

@@ -15,6 +15,8 @@ from tests.golden.tiny_gguf import content
 
 def test_every_variant_loads_with_its_facts(save):
     for name, variant in VARIANTS.items():
+        if variant.architecture not in ("llama", "qwen2") or variant.experts:
+            continue
         with load(save(name)) as model:
             assert model.architecture.name == variant.architecture
             assert len(model.layers) == variant.layers
@@ -75,10 +77,10 @@ def test_norms_and_biases_in_half_precision_are_converted(save, dtype):
 def test_every_tensor_of_a_file_is_read(save, monkeypatch):
     """Fault 19: biases that are there are used."""
     read = set()
-    for method in ("matrix", "vector"):
+    for method in ("matrix", "matrices", "vector"):
         real = getattr(GgufFile, method)
         monkeypatch.setattr(GgufFile, method, lambda self, name, real=real: read.add(name) or real(self, name))
-    for name in ("llama_biases", "llama_llama3", "llama_tied", "qwen2_grouped"):
+    for name in VARIANTS:
         read.clear()
         with load(save(name)) as model:
             assert read == set(model.gguf.tensors)
@@ -99,6 +101,13 @@ def reshape(name, *shape):
 @pytest.mark.parametrize(
     ("variant", "name"),
     [
+        ("qwen3_grouped", "blk.1.attn_q_norm.weight"),
+        ("gemma2_caps", "blk.1.post_ffw_norm.weight"),
+        ("olmo2_whole_norm", "blk.1.post_attention_norm.weight"),
+        ("phi3_fused", "blk.1.attn_qkv.weight"),
+        ("phi3_longrope_long", "rope_factors_short.weight"),
+        ("qwen2moe_shared", "blk.1.ffn_gate_inp_shexp.weight"),
+        ("mixtral", "blk.1.ffn_up_exps.weight"),
         ("llama_grouped", "token_embd.weight"),
         ("llama_grouped", "output_norm.weight"),
         ("llama_grouped", "blk.0.attn_norm.weight"),
@@ -124,6 +133,13 @@ def test_a_missing_tensor_is_named(save, variant, name):
         ("qwen2_grouped", "output.weight", "rope_freqs.weight"),
         ("llama_grouped", "blk.0.attn_q.weight", "blk.0.attn_qkv.weight"),
         ("llama_grouped", "blk.0.attn_norm.weight", "blk.0.attn_q_norm.weight"),
+        ("olmo2_whole_norm", "blk.0.post_attention_norm.weight", "blk.0.attn_norm.weight"),
+        ("gemma_grouped", "blk.0.ffn_norm.weight", "blk.0.post_ffw_norm.weight"),
+        ("phi3_fused", "blk.0.ffn_up.weight", "blk.0.ffn_gate.weight"),
+        ("mixtral", "blk.0.ffn_up_exps.weight", "blk.0.ffn_up.weight"),
+        ("qwen3moe_normalized", "blk.0.ffn_up_exps.weight", "blk.0.ffn_up_shexp.weight"),
+        ("qwen3_grouped", "output.weight", "rope_factors_long.weight"),
+        ("internlm2_grouped", "blk.0.attn_q.weight", "blk.0.attn_q.bias"),
     ],
 )
 def test_an_unknown_tensor_is_refused_by_name(save, variant, old, new):
@@ -157,13 +173,91 @@ def test_a_shape_that_the_hyper_parameters_contradict_is_named(save, name, shape
     assert f"tensor '{name}' has shape {list(shape)}, but the hyper-parameters ask for {want}" in str(caught.value)
 
 
-@pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf])
-def test_frequency_factors_that_are_no_factors_are_refused(save, bad):
-    def spoil(file):
-        file.tensors["rope_freqs.weight"][3] = bad
+@pytest.mark.parametrize(
+    ("variant", "name", "shape", "want"),
+    [
+        ("phi3_fused", "blk.1.attn_qkv.weight", (64, 64), [128, 64]),
+        ("phi3_fused", "blk.1.ffn_up.weight", (96, 64), [192, 64]),
+        ("phi3_longrope_partial", "rope_factors_short.weight", (8,), [4]),
+        ("qwen3_grouped", "blk.1.attn_q_norm.weight", (64,), [16]),
+        ("olmo2_whole_norm", "blk.1.attn_k_norm.weight", (16,), [32]),
+        ("mixtral", "blk.1.ffn_gate_exps.weight", (3, 96, 64), [4, 96, 64]),
+        ("mixtral", "blk.1.ffn_down_exps.weight", (4, 96, 64), [4, 64, 96]),
+        ("mixtral", "blk.1.ffn_gate_inp.weight", (2, 64), [4, 64]),
+        ("qwen2moe_shared", "blk.1.ffn_gate_inp_shexp.weight", (1, 64), [64]),
+        ("qwen2moe_shared", "blk.1.ffn_gate_shexp.weight", (24, 64), [40, 64]),
+    ],
+)
+def test_a_shape_of_another_architecture_is_named(save, variant, name, shape, want):
+    """R20, fault 33."""
+    with pytest.raises(GgufError) as caught:
+        load(save(variant, reshape(name, *shape)))
+    assert f"tensor '{name}' has shape {list(shape)}, but the hyper-parameters ask for {want}" in str(caught.value)
 
-    with pytest.raises(GgufError, match=r"rope_freqs\.weight' holds factors that are not positive"):
-        load(save("llama_llama3", spoil))
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf])
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    [
+        ("llama_llama3", "rope_freqs.weight"),
+        ("phi3_longrope_long", "rope_factors_long.weight"),
+        ("phi3_longrope_long", "rope_factors_short.weight"),
+    ],
+)
+def test_frequency_factors_that_are_no_factors_are_refused(save, variant, name, bad):
+    def spoil(file):
+        file.tensors[name][3] = bad
+
+    with pytest.raises(GgufError, match=rf"{name}' holds factors that are not positive"):
+        load(save(variant, spoil))
+
+
+@pytest.mark.parametrize("factor", [1e-320, 1e300])
+@pytest.mark.parametrize("variant", ["llama_linear", "llama_yarn"])
+def test_a_scaling_beyond_numbers_is_refused(save, variant, factor):
+    def spoil(file):
+        file.metadata["llama.rope.scaling.factor"] = np.float64(factor)
+
+    with pytest.raises(GgufError, match=r"gives factors that are not positive numbers"):
+        load(save(variant, spoil))
+
+
+def test_factors_of_two_kinds_contradict(save):
+    def add(file):
+        file.tensors["rope_freqs.weight"] = np.ones(8, np.float32)
+
+    with pytest.raises(GgufError, match=r"rope_freqs\.weight' stands beside the factors of LongRoPE"):
+        load(save("llama_longrope_long", add))
+
+
+def test_fused_tensors_and_stacks_of_experts_are_views_of_the_file(save):
+    """No copy: every part lies in the bytes of its tensor."""
+    with load(save("phi3_fused")) as model:
+        for number, layer in enumerate(model.layers):
+            spec, expert = layer.attention, layer.ffn.experts[0]
+            for name, parts in {"attn_qkv": (spec.q, spec.k, spec.v), "ffn_up": (expert.gate, expert.up)}.items():
+                whole = model.gguf.matrix(f"blk.{number}.{name}.weight")
+                at = whole.data.ctypes.data
+                for part in parts:
+                    assert part.data.ctypes.data == at
+                    at += part.nbytes
+                assert at == whole.data.ctypes.data + whole.nbytes
+    with load(save("mixtral")) as model:
+        stack = model.gguf.matrices("blk.2.ffn_up_exps.weight")
+        for expert, matrix in zip(model.layers[2].ffn.experts, stack, strict=True):
+            assert expert.up.data.ctypes.data == matrix.data.ctypes.data
+            assert not expert.up.data.flags.owndata
+
+
+def test_longropes_factors_follow_the_context(save):
+    """Fault 13: the long ones beyond the original context of 64, the short ones up to it."""
+    path = save("phi3_longrope_long")
+    tensors = content(VARIANTS["phi3_longrope_long"]).tensors
+    for context, name in ((None, "long"), (65, "long"), (64, "short"), (1, "short")):
+        with load(path, context_length=context) as model:
+            rope = model.layers[0].attention.rope
+            np.testing.assert_array_equal(rope.freq_factors, tensors[f"rope_factors_{name}.weight"])
+            assert rope.magnitude_scale == pytest.approx(2**0.5)
 
 
 def test_a_vocabulary_size_that_is_not_stated_is_the_embeddings(save):
@@ -185,7 +279,11 @@ def test_a_vocabulary_size_that_is_not_stated_is_the_embeddings(save):
             "architecture 'mamba' is not served",
         ),
         (lambda file: file.metadata.pop("llama.block_count"), GgufError, "llama.block_count is missing"),
-        (lambda file: file.metadata.update({"llama.expert_count": 8}), UnsupportedModelError, "expert_count is 8"),
+        (
+            lambda file: file.metadata.update({"llama.attention.temperature_scale": 0.1}),
+            UnsupportedModelError,
+            "temperature_scale is not known",
+        ),
     ],
 )
 def test_a_file_that_is_not_served_is_told_why_and_let_go(save, edit, error, words):

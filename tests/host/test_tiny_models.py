@@ -1,46 +1,26 @@
-"""Tiny models against transformers' logits; and that each special fact, flipped, is caught by them.
+"""Tiny models against transformers' logits; and that each fact of a file, flipped, is caught by them.
 
 A model that loads and is wrong is worse than one that refuses: relative error under 1e-5 at every position, and every
-sabotage beyond 1e-2.
+sabotage beyond 1e-2. `test_architectures.py` flips the facts that no file states.
 """
 
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from frink_numba.host import load as load_module
-from frink_numba.host.architectures import ARCHITECTURES
-from frink_numba.host.decoder import Decoder
-from frink_numba.host.load import load
-from frink_numba.layer import Activation, RopeLayout
 from tests.golden.tiny import VARIANTS, golden_logits, tokens
 from tests.golden.tiny_gguf import Content, content, write
-
-
-def worst_error(logits, golden):
-    """The largest relative error of a position; NaN stays NaN."""
-    difference = np.linalg.norm(logits.astype(np.float64) - golden, axis=1)
-    return (difference / np.linalg.norm(golden.astype(np.float64), axis=1)).max()
-
-
-@pytest.fixture
-def run(backends):
-    def run(path, ids):
-        with load(path) as model, Decoder(model, backends) as decoder:
-            return decoder.prefill(ids, decoder.new_cache(), logits="all").logits
-
-    return run
+from tests.host.errors import worst_error
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_are_transformers(name, tmp_path, run):
     """Faults 15, 16, 19, 36 and more: every rope, bias, window and head arrangement, at positions up to 99."""
     variant = VARIANTS[name]
-    logits = run(write(content(variant), tmp_path / "m.gguf"), tokens(variant))
+    logits = run(write(content(variant), tmp_path / "m.gguf"), tokens(variant), variant.context)
     assert logits.dtype == np.float32
     assert worst_error(logits, golden_logits(variant)) < 1e-5
 
@@ -52,16 +32,34 @@ def key(name: str, value: object) -> Edit:
     return lambda file: file.metadata.update({name: value})
 
 
+def keys(architecture: str, **values: object) -> Edit:
+    """`rope__scaling__factor=2.0` sets ARCHITECTURE.rope.scaling.factor."""
+    named = {f"{architecture}.{name.replace('__', '.')}": value for name, value in values.items()}
+    return lambda file: file.metadata.update(named)
+
+
 def without(name: str) -> Edit:
     return lambda file: file.metadata.pop(name)
 
 
-def zero(*names: str) -> Edit:
-    return lambda file: [file.tensors[f"blk.{i}.{name}"].fill(0) for i in range(3) for name in names]
+def change(suffix: str, function: Callable[[np.ndarray], np.ndarray]) -> Edit:
+    """Put function(tensor) in the place of each layer's tensor "blk.N.SUFFIX"."""
+
+    def edit(file: Content) -> None:
+        names = [name for name in file.tensors if name.split(".", 2)[-1] == suffix]
+        assert names
+        for name in names:
+            file.tensors[name] = np.ascontiguousarray(function(file.tensors[name]))
+
+    return edit
 
 
-def ones(*names: str) -> Edit:
-    return lambda file: [file.tensors[f"blk.{i}.{name}"].fill(1) for i in range(3) for name in names]
+def zero(suffix: str) -> Edit:
+    return change(suffix, np.zeros_like)
+
+
+def ones(suffix: str) -> Edit:
+    return change(suffix, np.ones_like)
 
 
 def swap(one: str, other: str) -> Edit:
@@ -71,6 +69,25 @@ def swap(one: str, other: str) -> Edit:
             file.tensors[a], file.tensors[b] = file.tensors[b], file.tensors[a]
 
     return edit
+
+
+def shift_norms(by: float) -> Edit:
+    """Fault 17: Gemma's norms less or more than the one that the file has added."""
+
+    def edit(file: Content) -> None:
+        for name, tensor in file.tensors.items():
+            if name.endswith("norm.weight"):
+                file.tensors[name] = tensor + np.float32(by)
+
+    return edit
+
+
+def swap_halves(rows: np.ndarray) -> np.ndarray:
+    return np.concatenate(np.split(rows, 2)[::-1])
+
+
+def roll_experts(stack: np.ndarray) -> np.ndarray:
+    return np.roll(stack, 1, axis=0)
 
 
 def tie(file: Content) -> None:
@@ -123,9 +140,72 @@ SABOTAGE: list[tuple[str, str, Edit]] = [
         for variant, names in {
             "qwen2_grouped": ("attn_q", "attn_k", "attn_v"),
             "llama_biases": ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
+            "qwen2moe_shared": ("attn_q", "attn_k", "attn_v"),
         }.items()
         for name in names
     ),
+    *(
+        (f"{name} of {variant} ignored", variant, ones(f"{name}.weight"))  # fault 18, and post-norms
+        for variant, names in {
+            "qwen3_grouped": ("attn_q_norm", "attn_k_norm"),
+            "gemma2_caps": ("post_attention_norm", "post_ffw_norm"),
+            "gemma3_two_bases": ("attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm"),
+            "olmo2_whole_norm": ("attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm"),
+            "exaone4_plain": ("attn_q_norm", "attn_k_norm", "post_attention_norm", "post_ffw_norm"),
+            "olmoe_whole_norm": ("attn_q_norm", "attn_k_norm"),
+            "qwen3moe_normalized": ("attn_q_norm", "attn_k_norm"),
+        }.items()
+        for name in names
+    ),
+    ("YaRN dropped", "llama_yarn", keys("llama", rope__scaling__type="none", rope__scaling__factor=1.0)),
+    ("YaRN as linear", "llama_yarn", keys("llama", rope__scaling__type="linear")),
+    ("YaRN's factor", "qwen2_yarn", keys("qwen2", rope__scaling__factor=2.0)),
+    ("YaRN's original context", "llama_yarn", keys("llama", rope__scaling__original_context_length=256)),
+    ("YaRN's magnitude not applied", "llama_yarn", keys("llama", rope__scaling__yarn_attn_factor=1.0)),  # fault 12
+    ("YaRN's magnitude twice", "llama_yarn", keys("llama", rope__scaling__yarn_attn_factor=1.1386**2)),
+    ("YaRN's own magnitude", "llama_yarn_turns", without("llama.rope.scaling.yarn_attn_factor")),
+    ("YaRN's fast turns", "llama_yarn_turns", without("llama.rope.scaling.yarn_beta_fast")),
+    ("YaRN's slow turns", "llama_yarn_turns", without("llama.rope.scaling.yarn_beta_slow")),
+    ("LongRoPE's magnitude", "llama_longrope_long", keys("llama", rope__scaling__attn_factor=1.0)),
+    ("LongRoPE's magnitude of phi3", "phi3_longrope_short", keys("phi3", rope__scaling__attn_factor=1.0)),
+    ("theta of qwen3", "qwen3_head_dim", keys("qwen3", rope__freq_base=10000.0)),
+    ("gemma's norms without the one", "gemma_grouped", shift_norms(-1)),
+    ("gemma's norms with a second one", "gemma_grouped", shift_norms(1)),
+    ("gemma2's attention cap", "gemma2_caps", keys("gemma2", attn_logit_softcapping=50.0)),  # fault 11
+    ("gemma2's logit cap", "gemma2_caps", keys("gemma2", final_logit_softcapping=30.0)),
+    ("gemma2's window dropped", "gemma2_window", keys("gemma2", attention__sliding_window=0)),
+    ("gemma2's window one too wide", "gemma2_window", keys("gemma2", attention__sliding_window=8)),
+    ("gemma2's other layers", "gemma2_window", keys("gemma2", attention__sliding_window_pattern=[False, True] * 2)),
+    ("gemma2's query scale", "gemma2_scale", without("gemma2.attention.scale")),
+    ("gemma3's window dropped", "gemma3_two_bases", keys("gemma3", attention__sliding_window=0)),
+    ("gemma3's pattern", "gemma3_two_bases", keys("gemma3", attention__sliding_window_pattern=5)),
+    ("gemma3's global base", "gemma3_two_bases", keys("gemma3", rope__freq_base=10000.0)),
+    ("gemma3's local base", "gemma3_scaled", keys("gemma3", rope__freq_base_swa=500.0)),
+    ("gemma3's scaling dropped", "gemma3_scaled", keys("gemma3", rope__scaling__factor=1.0)),  # fault 14
+    ("gemma3's logit cap", "gemma3_scaled", without("gemma3.final_logit_softcapping")),
+    ("phi3's gate and up swapped", "phi3_fused", change("ffn_up.weight", swap_halves)),
+    ("phi3's q and kv swapped", "phi3_fused", change("attn_qkv.weight", swap_halves)),
+    ("phi3's whole heads rotated", "phi3_partial", keys("phi3", rope__dimension_count=16)),
+    ("phi3's window dropped", "phi3_window", keys("phi3", attention__sliding_window=0)),
+    ("phi3's window one too wide", "phi3_window", keys("phi3", attention__sliding_window=8)),
+    ("olmo3's window dropped", "olmo3_window", keys("olmo2", attention__sliding_window=0)),
+    ("olmo3's scaling dropped", "olmo3_window", keys("olmo2", rope__scaling__factor=1.0)),
+    ("granite's embedding scale", "granite_multipliers", keys("granite", embedding_scale=1.0)),
+    ("granite's residual scale", "granite_multipliers", keys("granite", residual_scale=1.0)),
+    ("granite's attention scale", "granite_multipliers", keys("granite", attention__scale=0.25)),
+    ("granite's logit scale", "granite_multipliers", keys("granite", logit_scale=1.0)),
+    ("granite's logit scale the other way", "granite_multipliers", keys("granite", logit_scale=0.4)),
+    ("smollm3's YaRN dropped", "smollm3_yarn", keys("smollm3", rope__scaling__factor=1.0)),
+    ("exaone4's factors dropped", "exaone4_plain", lambda file: file.tensors.pop("rope_freqs.weight")),
+    ("exaone4's window one too wide", "exaone4_hybrid", keys("exaone4", attention__sliding_window=8)),
+    ("exaone4's pattern", "exaone4_pattern", without("exaone4.attention.sliding_window_pattern")),
+    ("theta of internlm2", "internlm2_grouped", keys("internlm2", rope__freq_base=10000.0)),
+    ("one expert fewer", "qwen3moe_normalized", keys("qwen3moe", expert_used_count=2)),
+    ("one expert more", "mixtral", keys("llama", expert_used_count=3)),
+    ("experts out of order", "olmoe_whole_norm", change("ffn_down_exps.weight", roll_experts)),
+    ("the router out of order", "qwen2moe_shared", change("ffn_gate_inp.weight", roll_experts)),
+    ("the shared expert ignored", "qwen2moe_shared", zero("ffn_down_shexp.weight")),
+    ("the shared expert's gate ignored", "qwen2moe_shared", zero("ffn_gate_inp_shexp.weight")),
 ]
 
 
@@ -133,25 +213,29 @@ SABOTAGE: list[tuple[str, str, Edit]] = [
 def test_a_flipped_fact_moves_the_logits(name, edit, tmp_path, run):
     variant, file = VARIANTS[name], content(VARIANTS[name])
     edit(file)
-    error = worst_error(run(write(file, tmp_path / "m.gguf"), tokens(variant)), golden_logits(variant))
-    assert error > 1e-2
+    logits = run(write(file, tmp_path / "m.gguf"), tokens(variant), variant.context)
+    assert worst_error(logits, golden_logits(variant)) > 1e-2
 
 
-@pytest.mark.parametrize("name", ["llama_grouped", "qwen2_grouped"])
-@pytest.mark.parametrize("flip", ["rope_layout", "activation"])
-def test_a_flipped_fact_of_the_table_moves_the_logits(name, flip, tmp_path, monkeypatch, run):
-    """Faults 15 and 17: the facts that no file states."""
+@pytest.mark.parametrize(
+    ("name", "context"), [("llama_longrope_long", 64), ("llama_longrope_short", None), ("phi3_longrope_partial", 64)]
+)
+def test_longropes_factors_follow_the_context_that_the_model_is_opened_for(name, context, tmp_path, run):
+    """Fault 13: the other set of factors gives other logits."""
     variant = VARIANTS[name]
-    row = ARCHITECTURES[variant.architecture]
-    other = {
-        "rope_layout": RopeLayout.NEOX if row.rope_layout is RopeLayout.NORM else RopeLayout.NORM,
-        "activation": Activation.GEGLU,
-    }
-    monkeypatch.setattr(load_module, "find_architecture", lambda name: replace(row, **{flip: other[flip]}))
-    logits, golden = run(write(content(variant), tmp_path / "m.gguf"), tokens(variant)), golden_logits(variant)
-    assert worst_error(logits, golden) > 1e-2
-    if flip == "rope_layout":
-        assert worst_error(logits[:1], golden[:1]) < 1e-5  # at position 0 nothing turns: only later ones tell
+    ids = tokens(variant)[:context]
+    logits = run(write(content(variant), tmp_path / "m.gguf"), ids, context)
+    assert worst_error(logits, golden_logits(variant)[:context]) > 1e-2
+
+
+@pytest.mark.parametrize("keys", [("attn_logit_softcapping",), ("final_logit_softcapping",)])
+def test_a_file_of_gemma2_without_caps_has_those_of_all_its_models(keys, tmp_path, run):
+    variant = VARIANTS["gemma2_window"]
+    file = content(variant)
+    for name in keys:
+        del file.metadata[f"gemma2.{name}"]
+    logits = run(write(file, tmp_path / "m.gguf"), tokens(variant))
+    assert worst_error(logits, golden_logits(variant)) < 1e-5
 
 
 @pytest.mark.oracle
