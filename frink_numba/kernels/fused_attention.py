@@ -44,10 +44,17 @@ from typing import Any
 import numpy as np
 
 from frink_numba.errors import BackendUnavailable, ShapeError
-from frink_numba.kernels import fused_attention_wgmma, qkv_prepare
+from frink_numba.kernels import fused_attention_mma, fused_attention_wgmma, qkv_prepare
 from frink_numba.kernels.cubins import Source, Target
 from frink_numba.kernels.cubins import load as load_cubin
-from frink_numba.kernels.fused_attention_plan import LOG2E, Layout, make_layout, resident_positions
+from frink_numba.kernels.fused_attention_plan import (
+    LOG2E,
+    Layout,
+    MmaLayout,
+    make_layout,
+    make_mma_layout,
+    resident_positions,
+)
 from frink_numba.kernels.launch import Launch, LoadedKernel
 from frink_numba.kernels.qkv_prepare import NORMS, QkvPrepare
 from frink_numba.kernels.tma import heads_map
@@ -152,7 +159,7 @@ class Attentions:
             raise BackendUnavailable(
                 f"no fused attention of the tier {tier} for compute capability {capability[0]}.{capability[1]}"
             )
-        self._overlap = capability >= (9, 0)
+        self._capability, self._overlap = capability, capability >= (9, 0)
         self._kernels: dict[Any, LoadedKernel] = {}
         self._lock = threading.Lock()
 
@@ -177,22 +184,29 @@ class Attentions:
         """
         if m < 1:
             raise ShapeError(f"an attention needs at least one row, got {m}")
-        layout = make_layout(shape.head_dim, windowed=windowed, capped=softcap)
+        layout: Layout | MmaLayout
+        if self.tier == "mma":
+            layout = make_mma_layout(shape.head_dim, self._capability, windowed=windowed, capped=softcap)
+        else:
+            layout = make_layout(shape.head_dim, windowed=windowed, capped=softcap)
         return Attention(shape, m, layout, self._kernel(layout), self.multiprocessors)
 
-    def _kernel(self, variant: QkvPrepare | Layout) -> LoadedKernel:
+    def _kernel(self, variant: QkvPrepare | Layout | MmaLayout) -> LoadedKernel:
         with self._lock:
             kernel = self._kernels.get(variant)
             if kernel is None:
                 kernel = self._kernels[variant] = self._load(variant)
             return kernel
 
-    def _load(self, variant: QkvPrepare | Layout) -> LoadedKernel:
+    def _load(self, variant: QkvPrepare | Layout | MmaLayout) -> LoadedKernel:
         source = source_of(variant)
         cubin = load_cubin(source, self.target)
         if isinstance(variant, QkvPrepare):
             types = [kind for _, kind in qkv_prepare.ARGUMENTS]
             return LoadedKernel(cubin, types, source.threads, 0, overlap=self._overlap)
+        if isinstance(variant, MmaLayout):
+            types = [kind for _, kind in fused_attention_mma.ARGUMENTS]
+            return LoadedKernel(cubin, types, source.threads, variant.shared)
         types = [kind for _, kind in fused_attention_wgmma.ARGUMENTS]
         return LoadedKernel(cubin, types, source.threads, variant.shared, overlap=True)
 
@@ -205,10 +219,13 @@ class Attentions:
             kernel.close()
 
 
-def source_of(variant: QkvPrepare | Layout) -> Source:
+def source_of(variant: QkvPrepare | Layout | MmaLayout) -> Source:
     """What to compile for a variant."""
     if isinstance(variant, QkvPrepare):
         return qkv_prepare.source(variant)
+    if isinstance(variant, MmaLayout):
+        small = functools.partial(fused_attention_mma.build, variant)
+        return Source(f"attention_mma {variant!r}", small, variant.threads, variant.blocks)
     build = functools.partial(fused_attention_wgmma.build, variant)
     return Source(f"attention_wgmma {variant!r}", build, variant.threads)
 
@@ -296,20 +313,22 @@ class Attention:
 
     shape: HeadShape
     m: int
-    variant: Layout
+    variant: Layout | MmaLayout
     kernel: LoadedKernel
     multiprocessors: int
 
     @property
     def workspace(self) -> int:
         """Bytes of the workspace, zeroed once. One per stream; attentions of all shapes may share it."""
-        return fused_attention_wgmma.WORKSPACE_BYTES
+        return 0 if isinstance(self.variant, MmaLayout) else fused_attention_wgmma.WORKSPACE_BYTES
 
     def maps(self, mirrors: Sequence[Mirror]) -> bytes:
         """What `bind` wants at `maps` (at a multiple of 128), in the order of the table's records.
 
         Depends on the mirrors alone. Empty where the tier needs none.
         """
+        if isinstance(self.variant, MmaLayout):
+            return b""
         made = []
         for mirror in mirrors:
             sizes = (mirror.capacity, self.shape.n_kv_heads, self.shape.pitch, self.variant.keys)
@@ -352,4 +371,9 @@ class Attention:
         if softcap:
             factor, inner = softcap * LOG2E, 2 * factor / softcap
         heads = (sequences, shape.n_heads, shape.n_kv_heads, shape.group, resident_positions(shape.pitch), window)
-        return self.kernel.bind(self.multiprocessors, q, out, table, maps, workspace, sinks, factor, inner, *heads)
+        scales = (factor, inner)
+        if isinstance(self.variant, MmaLayout):
+            # As many blocks as the sequences can need, however the rows are spread over them.
+            tiles = self.m * shape.group // self.variant.rows + sequences
+            return self.kernel.bind(tiles * shape.n_kv_heads, q, out, table, sinks, *scales, *heads)
+        return self.kernel.bind(self.multiprocessors, q, out, table, maps, workspace, sinks, *scales, *heads)

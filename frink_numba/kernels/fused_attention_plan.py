@@ -114,6 +114,55 @@ class Layout:
         return self.sums + self.keys // 4 + 4
 
 
+@dataclass(frozen=True, slots=True)
+class MmaLayout:
+    """One compiled variant of the `mma` tier: keys of a block, warps of 16 * row_groups rows, head_dim as stored."""
+
+    head_dim: int
+    keys: int
+    warps: int
+    row_groups: int
+    blocks: int
+    windowed: bool = False
+    capped: bool = False
+
+    @property
+    def width(self) -> int:
+        return -(-self.head_dim // 16) * 16
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.width // 64)
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.row_groups * self.warps
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def k_at(self) -> int:
+        return self.chunks * self.rows * 128
+
+    @property
+    def v_at(self) -> int:
+        return self.k_at + self.chunks * self.keys * 128
+
+    @property
+    def slot_at(self) -> int:
+        return self.v_at + self.chunks * self.keys * 128
+
+    @property
+    def totals_at(self) -> int:
+        return self.slot_at + 32
+
+    @property
+    def shared(self) -> int:
+        return self.totals_at + 8 * self.threads * self.row_groups
+
+
 def make_layout(head_dim: int, *, windowed: bool, capped: bool) -> Layout:
     keys, groups, stages, q_stages = next(tile for width, tile in _TILES.items() if head_dim <= width)
     return Layout(head_dim, keys, groups, stages, q_stages, windowed, capped)
@@ -122,3 +171,15 @@ def make_layout(head_dim: int, *, windowed: bool, capped: bool) -> Layout:
 def resident_positions(pitch: int) -> int:
     """Positions times K/V heads whose tiles are walked through together: their K and V stay in the L2 cache."""
     return _L2_BYTES // (4 * pitch)
+
+
+# head_dim up to: keys of a block, warps, row groups of a warp, blocks on a multiprocessor.
+_MMA_TILES = {64: (64, 4, 2, 2), 128: (64, 4, 2, 2), 256: (64, 8, 1, 1)}
+_LARGE_SHARED = ((8, 0), (9, 0), (10, 0), (10, 3))  # a block may use 160 KB there, 99 KB elsewhere
+
+
+def make_mma_layout(head_dim: int, capability: tuple[int, int], *, windowed: bool, capped: bool) -> MmaLayout:
+    keys, warps, row_groups, blocks = next(tile for width, tile in _MMA_TILES.items() if head_dim <= width)
+    if head_dim > 128 and capability not in _LARGE_SHARED:
+        warps = 4
+    return MmaLayout(head_dim, keys, warps, row_groups, blocks, windowed, capped)

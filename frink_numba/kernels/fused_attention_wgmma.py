@@ -42,51 +42,11 @@ ARGUMENTS = (
 
 
 @functools.cache
-def schedule_ops(layout: Layout) -> tuple[Any, ...]:
-    """(locate, bounds, limits, row_inside): which tile a number is, and which keys it and a thread's rows need."""
-    from frink_numba.kernels.fused_attention_emit import select, thread_of
+def row_ops(layout: Layout) -> tuple[Any, Any]:
+    """(limits, row_inside) of a compute thread's two rows."""
+    from frink_numba.kernels.fused_attention_emit import thread_of
+    from frink_numba.kernels.fused_attention_schedule import divide, least
     from frink_numba.kernels.ptx import Emitter, Register, emitted
-
-    def divide(e: Emitter, a: Register, b: Register | int) -> Register:
-        other = b if isinstance(b, Register) else e.constant("u32", b)
-        return Register(e, "u32", e.builder.udiv(a.value, other.value))
-
-    def least(e: Emitter, a: Register, b: Register) -> Register:
-        return select(e, e.builder.icmp_signed("<", a.value, b.value), a, b)
-
-    def most(e: Emitter, a: Register, b: Register | int) -> Register:
-        other = b if isinstance(b, Register) else e.constant("u32", b)
-        return select(e, e.builder.icmp_signed(">", a.value, other.value), a, other)
-
-    @emitted("u32x2", "u32", "u32", "u32", "u32", "u32")
-    def locate(
-        e: Emitter, number: Register, tiles: Register, heads: Register, positions: Register, resident: Register
-    ) -> list[Register]:
-        """(K/V head, first packed row) of tile `number` of a sequence of `tiles` a head: a section of heads after the
-        other; in a section the last rows first, which see the most keys."""
-        section = most(e, least(e, divide(e, resident, positions), heads), 1)
-        per_section = tiles * section
-        part = divide(e, number, per_section)
-        rest = number - part * per_section
-        width = least(e, section, heads - part * section)
-        level = divide(e, rest, width)
-        return [part * section + rest - level * width, (tiles - 1 - level) * layout.rows]
-
-    @emitted("u32x4", "u32", "u32", "u32", "u32", "u32")
-    def bounds(
-        e: Emitter, first_row: Register, rows: Register, start: Register, group: Register, window: Register
-    ) -> list[Register]:
-        """(end, free end, free begin, begin) of the blocks of keys: those in the middle need no mask."""
-        first = start + divide(e, first_row, group)
-        last = start + divide(e, least(e, first_row + (layout.rows - 1), rows - 1), group)
-        end, free_end = divide(e, last, layout.keys) + 1, divide(e, first + 1, layout.keys)
-        if not layout.windowed:
-            zero = e.constant("u32", 0)
-            return [end, free_end, zero, zero]
-        begin = divide(e, most(e, first - window + 1, 0), layout.keys)
-        free_begin = divide(e, most(e, last - window + 1, 0) + (layout.keys - 1), layout.keys)
-        free_end = most(e, free_end, begin)
-        return [end, free_end, least(e, free_end, free_begin), begin]
 
     def row_of(e: Emitter) -> tuple[Register, Register]:
         """(the thread's first row in the tile, its first column in a block)."""
@@ -107,7 +67,7 @@ def schedule_ops(layout: Layout) -> tuple[Any, ...]:
         gone = block * layout.keys + column - start
         return [divide(e, least(e, first_row + inside + 8 * h, rows - 1), group) - gone for h in range(2)]
 
-    return locate, bounds, limits, row_inside
+    return limits, row_inside
 
 
 @functools.cache
@@ -115,6 +75,7 @@ def build(layout: Layout) -> tuple[Any, Any]:
     """The kernel as a Python function for numba, and its signature."""
     from numba import cuda, types
 
+    from frink_numba.kernels.fused_attention_schedule import schedule_ops
     from frink_numba.kernels.fused_attention_step import load_queries, step_ops, store_op
     from frink_numba.kernels.gemm_stage import release_stage
     from frink_numba.kernels.instructions import (
@@ -123,6 +84,7 @@ def build(layout: Layout) -> tuple[Any, Any]:
         load_float,
         mbarrier_init,
         mbarrier_wait,
+        prefetch_map,
         set_registers,
         tma_load_3d,
         wait_for_predecessors,
@@ -141,11 +103,12 @@ def build(layout: Layout) -> tuple[Any, Any]:
 
     first, masked_step, free_step, last = step_ops(layout)
     store, load_q = store_op(layout), load_queries(layout)
-    locate, bounds, limits, row_inside = schedule_ops(layout)
+    limits, row_inside = row_ops(layout)
+    locate, bounds = schedule_ops(layout.rows, layout.keys, layout.windowed)
     release = release_stage(1)
     few, many = (32, 240) if GROUPS == 2 else (32, 160) if GROUPS == 3 else (56, 240)
     fewer_registers, more_registers = set_registers(few, more=False), set_registers(many, more=True)
-    load_word = instruction("ld.global.u32 $0, [$1];", "u32", "u64")
+    load_record = instruction("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", "u32x4", "u64")
     read_slot = instruction("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "u32x4", "u32")
     write_slot = instruction("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", None, "u32", "u32", "u32", "u32", "u32")
     take = instruction("atom.global.add.u32 $0, [$1], 1;", "u32", "u64")
@@ -167,6 +130,8 @@ def build(layout: Layout) -> tuple[Any, Any]:
         side = u32(thread >> u32(7))
         lane = u32(thread & u32(31))
         if thread == 0:
+            prefetch_map(maps)
+            prefetch_map(maps + u64(128))
             for s in range(STAGES):
                 mbarrier_init(base + u32(K_FULL + 8 * s), u32(1))
                 mbarrier_init(base + u32(K_FREE + 8 * s), u32(4 * GROUPS))
@@ -198,11 +163,13 @@ def build(layout: Layout) -> tuple[Any, Any]:
                     # Which sequence has the tile.
                     sequence = u32(0)
                     number = u32(tile)
+                    start = u32(0)
+                    batch_row = u32(0)
                     tokens = u32(0)
                     rows = u32(0)
                     tiles = u32(1)
                     while sequence < sequences:
-                        tokens = load_word(table + u64(sequence) * u64(32) + u64(4))
+                        batch_row, tokens, start, _ = load_record(table + u64(sequence) * u64(32))
                         rows = u32(tokens * group)
                         tiles = quotient(u32(rows + u32(ROWS - 1)), u32(ROWS))
                         count = u32(tiles * n_kv_heads)
@@ -212,12 +179,8 @@ def build(layout: Layout) -> tuple[Any, Any]:
                         sequence = u32(sequence + u32(1))
                     head = u32(END)
                     first_row = u32(0)
-                    start = u32(0)
-                    batch_row = u32(0)
                     if sequence < sequences:
-                        start = load_word(table + u64(sequence) * u64(32) + u64(8))
                         head, first_row = locate(number, tiles, n_kv_heads, u32(start + tokens), resident)
-                        batch_row = load_word(table + u64(sequence) * u64(32))
                     mbarrier_wait(base + u32(TILE_FREE) + slot * u32(8), slot_phase ^ u32(1))
                     at = u32(base + u32(TILES_AT) + slot * u32(32))
                     write_slot(at, head, first_row, rows, start)

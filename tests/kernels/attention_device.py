@@ -46,7 +46,7 @@ def reference_attention(
         if softcap:
             s = softcap * np.tanh(s / softcap)
         s = np.where(visible, s, -np.inf)
-        top = s.max(axis=1)
+        top = s.max(axis=1, initial=-np.inf)
         if sinks is not None:
             top = np.maximum(top, sinks[head])
         w = np.exp(s - top[:, None])
