@@ -15,7 +15,18 @@ import numpy as np
 import torch
 import transformers
 
-from tests.golden.tiny import CONTEXT, FOLDER, VARIANTS, Variant, golden_logits, tokens, weights
+from tests.golden.tiny import (
+    ALPHA,
+    CONTEXT,
+    FOLDER,
+    RANK,
+    VARIANTS,
+    Variant,
+    adapter,
+    golden_logits,
+    tokens,
+    weights,
+)
 
 
 def build(variant: Variant) -> torch.nn.Module:
@@ -42,6 +53,8 @@ def build(variant: Variant) -> torch.nn.Module:
     )
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     parameters = {name: torch.from_numpy(value) for name, value in weights(v).items()}
+    for name, (a, b) in adapter(v).items():
+        parameters[name] = torch.from_numpy((weights(v)[name] + ALPHA / RANK * b.astype(np.float64) @ a).astype("f4"))
     if v.tied:
         parameters["lm_head.weight"] = parameters["model.embed_tokens.weight"]
     model.load_state_dict(parameters, strict=True)

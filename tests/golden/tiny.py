@@ -59,6 +59,7 @@ class Variant:
     fused: bool = False  # q, k and v are one matrix, and so are gate and up
     biases: tuple[str, ...] = ()  # projections that have one
     experts: Experts | None = None
+    adapted: tuple[str, ...] = ()  # projections that a LoRA adapter changes
     quantized: str = ""  # kind of the matrices; empty: F32
 
     @property
@@ -283,6 +284,8 @@ VARIANTS = {
             **_mixture(8, 3, 24, width="moe_intermediate_size", norm_topk_prob=True),
         ),
         Variant("olmoe_whole_norm", "olmoe", "OlmoeConfig", qk_norm="whole", **_mixture(5, 2, 96)),
+        Variant("llama_lora", *_LLAMA, adapted=(*_QKV, "o_proj", "gate_proj", "up_proj", "down_proj")),
+        Variant("phi3_lora", *_PHI3, fused=True, adapted=("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
         Variant("mixtral", "llama", "MixtralConfig", **_mixture(4, 2, 96, number="num_local_experts")),
     )
 }
@@ -313,6 +316,22 @@ def weights(variant: Variant) -> dict[str, np.ndarray]:
         for name in v.norms:
             shapes[f"{block}{name}.weight"] = (h,)
     return {name: _draw(v, name, shape) for name, shape in shapes.items()}
+
+
+ALPHA, RANK = 6.0, 3  # of every adapter
+
+
+def adapter(variant: Variant) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """(A [rank, in], B [out, rank]) of each adapted projection, under the name of its weight."""
+    found = {}
+    for name, weight in weights(variant).items():
+        if name.split(".")[-2] in variant.adapted:
+            (rows, cols), label = weight.shape, f"{variant.name} {name}"
+            found[name] = (
+                normal(f"{label} a", (RANK, cols), cols**-0.5),
+                normal(f"{label} b", (rows, RANK), 0.1),
+            )
+    return found
 
 
 def _attention(v: Variant) -> dict[str, tuple[int, ...]]:

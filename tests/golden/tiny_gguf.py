@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
 
-from tests.golden.tiny import CONTEXT, Variant, weights
+from tests.golden.tiny import ALPHA, CONTEXT, Variant, adapter, weights
 
 _ARCHITECTURES = {name: architecture for architecture, name in MODEL_ARCH_NAMES.items()}
 _PAIRED = {"llama", "granite", "smollm3", "internlm2"}  # Q and K are stored with adjacent pairs
@@ -66,6 +66,18 @@ def content(variant: Variant) -> Content:
         for length in ("long", "short"):
             tensors[f"rope_factors_{length}.weight"] = np.array(v.rope[f"{length}_factor"], np.float32)
     return Content(a, metadata, tensors)
+
+
+def adapter_content(variant: Variant) -> Content:
+    """The GGUF content of the variant's LoRA adapter."""
+    architecture = variant.architecture
+    map_name = get_tensor_name_map(_ARCHITECTURES[architecture], variant.layers).get_name
+    tensors = {}
+    for name, (a, b) in adapter(variant).items():
+        full = map_name(name, (".weight",))
+        tensors[f"{full}.lora_a"], tensors[f"{full}.lora_b"] = a, _stored(variant, name, b)
+    metadata = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": ALPHA}
+    return Content(architecture, metadata, tensors)
 
 
 def _rope_keys(v: Variant) -> dict[str, Any]:
