@@ -333,13 +333,11 @@ def build(layout: MmaLayout) -> tuple[Any, Any]:
         base = shared_address(shared)
         number = u32(cuda.blockIdx.x)
         sequence = u32(0)
-        batch_row = u32(0)
-        start = u32(0)
         tokens = u32(0)
         rows = u32(0)
         tiles = u32(1)
         while sequence < sequences:
-            batch_row, tokens, start, _ = load_record(table + u64(sequence) * u64(32))
+            _, tokens, _, _ = load_record(table + u64(sequence) * u64(32))
             rows = u32(tokens * group)
             tiles = quotient(u32(rows + u32(ROWS - 1)), u32(ROWS))
             count = u32(tiles * n_kv_heads)
@@ -349,6 +347,7 @@ def build(layout: MmaLayout) -> tuple[Any, Any]:
             sequence = u32(sequence + u32(1))
         if sequence < sequences:
             entry = table + u64(sequence) * u64(32)
+            batch_row, tokens, start, _ = load_record(entry)
             head, first_row = locate(number, tiles, n_kv_heads, u32(start + tokens), resident)
             stride = u32(n_kv_heads * u32(HEAD_BYTES))
             k_source = load_address(entry + u64(16)) + u64(head) * u64(HEAD_BYTES)

@@ -250,6 +250,33 @@ def store_op(layout: Layout) -> Any:
 
 
 @functools.cache
+def load_block(layout: Layout, at: int, full: int) -> Any:
+    """load(base, map, head, block, number): fetch a block of keys' K or V, the `number`th since the kernel began.
+
+    at: where the ring's stages are in shared memory; full: where its barriers are, those for free stages behind them.
+    """
+
+    @emitted(None, "u32", "u64", "u32", "u32", "u32")
+    def load(
+        e: Emitter, base: Register, tensor_map: Register, head: Register, block: Register, number: Register
+    ) -> None:
+        place = _Places(e, layout, base, number)
+        barrier = place.barrier(full)
+        _wait(e, place.barrier(full + 8 * layout.stages), place.phase ^ 1)
+        size = e.constant("u32", layout.block)
+        e.asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", None, [barrier, size])
+        for chunk in range(layout.chunks):
+            e.asm(
+                "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                f"[$0], [$1, {{{64 * chunk}, $3, $4}}], [$2];",
+                None,
+                [place.block(at) + chunk * layout.keys * 128, tensor_map, barrier, head, block * layout.keys],
+            )
+
+    return load
+
+
+@functools.cache
 def load_queries(layout: Layout) -> Any:
     """load(q, target, thread, first, last, group, head_stride, row_stride): 64 packed rows of Q, by three warps.
 

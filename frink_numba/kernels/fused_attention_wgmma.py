@@ -76,7 +76,7 @@ def build(layout: Layout) -> tuple[Any, Any]:
     from numba import cuda, types
 
     from frink_numba.kernels.fused_attention_schedule import schedule_ops
-    from frink_numba.kernels.fused_attention_step import load_queries, step_ops, store_op
+    from frink_numba.kernels.fused_attention_step import load_block, load_queries, step_ops, store_op
     from frink_numba.kernels.gemm_stage import release_stage
     from frink_numba.kernels.instructions import (
         fence_barrier_init,
@@ -86,14 +86,13 @@ def build(layout: Layout) -> tuple[Any, Any]:
         mbarrier_wait,
         prefetch_map,
         set_registers,
-        tma_load_3d,
         wait_for_predecessors,
     )
     from frink_numba.kernels.ptx import instruction, numba_type, shared_address
 
     KEYS, GROUPS, STAGES, Q_STAGES, ROWS = layout.keys, layout.groups, layout.stages, layout.q_stages, layout.rows
-    BLOCK, CHUNKS, Q_GROUP = layout.block, layout.chunks, layout.q_group
-    K_AT, V_AT, TILES_AT = layout.k_at, layout.v_at, layout.tiles_at
+    Q_GROUP = layout.q_group
+    TILES_AT = layout.tiles_at
     K_FULL, K_FREE, V_FULL, V_FREE = layout.k_full, layout.k_free, layout.v_full, layout.v_free
     Q_FULL, Q_FREE, TILE_FULL, TILE_FREE = layout.q_full, layout.q_free, layout.tile_full, layout.tile_free
     HEAD_BYTES = -(-layout.head_dim // 8) * 16
@@ -103,6 +102,7 @@ def build(layout: Layout) -> tuple[Any, Any]:
 
     first, masked_step, free_step, last = step_ops(layout)
     store, load_q = store_op(layout), load_queries(layout)
+    load_k, load_v = load_block(layout, layout.k_at, layout.k_full), load_block(layout, layout.v_at, layout.v_full)
     limits, row_inside = row_ops(layout)
     locate, bounds = schedule_ops(layout.rows, layout.keys, layout.windowed)
     release = release_stage(1)
@@ -113,7 +113,6 @@ def build(layout: Layout) -> tuple[Any, Any]:
     write_slot = instruction("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", None, "u32", "u32", "u32", "u32", "u32")
     take = instruction("atom.global.add.u32 $0, [$1], 1;", "u32", "u64")
     reset = instruction("st.global.v2.u32 [$0], {$1,$1};", None, "u64", "u32")
-    expect = instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", None, "u32", "u32")
     arrive = instruction("mbarrier.arrive.shared::cta.b64 _, [$0];", None, "u32")
     pass_turn = instruction("bar.arrive $0, 256;", None, "u32")
     quotient = instruction("div.u32 $0, $1, $2;", "u32", "u32", "u32", pure=True)
@@ -148,15 +147,11 @@ def build(layout: Layout) -> tuple[Any, Any]:
         launch_dependents()
         wait_for_predecessors()
 
-        slot = u32(0)
-        slot_phase = u32(0)
         if side == 0:
             fewer_registers()
+            done = u32(0)  # tiles so far
             if thread == 0:
-                stage = u32(0)
-                phase = u32(1)
-                v_stage = u32(0)
-                v_phase = u32(1)
+                loaded = u32(0)  # blocks of keys so far
                 tile = u32(cuda.blockIdx.x)
                 going = u32(1)
                 while going != 0:
@@ -166,12 +161,10 @@ def build(layout: Layout) -> tuple[Any, Any]:
                     start = u32(0)
                     batch_row = u32(0)
                     tokens = u32(0)
-                    rows = u32(0)
                     tiles = u32(1)
                     while sequence < sequences:
                         batch_row, tokens, start, _ = load_record(table + u64(sequence) * u64(32))
-                        rows = u32(tokens * group)
-                        tiles = quotient(u32(rows + u32(ROWS - 1)), u32(ROWS))
+                        tiles = quotient(u32(u32(tokens * group) + u32(ROWS - 1)), u32(ROWS))
                         count = u32(tiles * n_kv_heads)
                         if number < count:
                             break
@@ -181,92 +174,58 @@ def build(layout: Layout) -> tuple[Any, Any]:
                     first_row = u32(0)
                     if sequence < sequences:
                         head, first_row = locate(number, tiles, n_kv_heads, u32(start + tokens), resident)
-                    mbarrier_wait(base + u32(TILE_FREE) + slot * u32(8), slot_phase ^ u32(1))
+                    slot = u32(done & u32(1))
+                    mbarrier_wait(base + u32(TILE_FREE) + slot * u32(8), (u32(done >> u32(1)) & u32(1)) ^ u32(1))
                     at = u32(base + u32(TILES_AT) + slot * u32(32))
-                    write_slot(at, head, first_row, rows, start)
-                    write_slot(at + u32(16), batch_row, sequence, u32(0), u32(0))
+                    write_slot(at, head, first_row, tokens * group, start)
+                    write_slot(at + u32(16), batch_row, u32(0), u32(0), u32(0))
                     arrive(base + u32(TILE_FULL) + slot * u32(8))
-                    slot = u32(slot ^ u32(1))
-                    if slot == 0:
-                        slot_phase = u32(slot_phase ^ u32(1))
+                    done = u32(done + u32(1))
                     if head == u32(END):
                         going = u32(0)
                     else:
                         tile = u32(take(workspace) + u32(cuda.gridDim.x))
-                        end, _, _, begin = bounds(first_row, rows, start, group, window)
+                        end, _, _, begin = bounds(first_row, u32(tokens * group), start, group, window)
                         k_map = maps + u64(sequence) * u64(256)
-                        # V of a block comes after K of the next one, which is needed first.
                         block = u32(end)
-                        behind = u32(0)
-                        while block > begin or behind != 0:
+                        while u32(block + u32(1)) > begin:
+                            # K of the next block is needed before V of this one.
                             if block > begin:
-                                mbarrier_wait(base + u32(K_FREE) + stage * u32(8), phase)
-                                barrier = u32(base + u32(K_FULL) + stage * u32(8))
-                                expect(barrier, u32(BLOCK))
-                                target = u32(base + u32(K_AT) + stage * u32(BLOCK))
-                                for c in range(CHUNKS):
-                                    tma_load_3d(
-                                        target + u32(c) * u32(KEYS * 128), k_map, barrier, u32(c) * u32(64), head,
-                                        u32(u32(block - u32(1)) * u32(KEYS)),
-                                    )  # fmt: skip
-                                stage = u32(stage + u32(1))
-                                if stage == STAGES:
-                                    stage = u32(0)
-                                    phase = u32(phase ^ u32(1))
-                            if behind != 0:
-                                mbarrier_wait(base + u32(V_FREE) + v_stage * u32(8), v_phase)
-                                barrier = u32(base + u32(V_FULL) + v_stage * u32(8))
-                                expect(barrier, u32(BLOCK))
-                                target = u32(base + u32(V_AT) + v_stage * u32(BLOCK))
-                                for c in range(CHUNKS):
-                                    tma_load_3d(
-                                        target + u32(c) * u32(KEYS * 128), k_map + u64(128), barrier,
-                                        u32(c) * u32(64), head, u32(block * u32(KEYS)),
-                                    )  # fmt: skip
-                                v_stage = u32(v_stage + u32(1))
-                                if v_stage == STAGES:
-                                    v_stage = u32(0)
-                                    v_phase = u32(v_phase ^ u32(1))
-                            behind = u32(0)
-                            if block > begin:
-                                behind = u32(1)
-                                block = u32(block - u32(1))
+                                load_k(base, k_map, head, u32(block - u32(1)), loaded)
+                                loaded = u32(loaded + u32(1))
+                            if block < end:
+                                load_v(base, k_map + u64(128), head, block, u32(loaded - u32(block > begin) - u32(1)))
+                            block = u32(block - u32(1))
                 # The last block to end leaves the counters at zero.
                 cuda.threadfence()
                 if take(workspace + u64(4)) == u32(u32(cuda.gridDim.x) - u32(1)):
                     reset(workspace, u32(0))
             elif thread >= 32:
-                q_stage = u32(0)
-                q_phase = u32(1)
                 going = u32(1)
                 while going != 0:
-                    mbarrier_wait(base + u32(TILE_FULL) + slot * u32(8), slot_phase)
+                    slot = u32(done & u32(1))
+                    mbarrier_wait(base + u32(TILE_FULL) + slot * u32(8), u32(done >> u32(1)) & u32(1))
                     at = u32(base + u32(TILES_AT) + slot * u32(32))
                     head, first_row, rows, _ = read_slot(at)
                     batch_row, _, _, _ = read_slot(at + u32(16))
                     sync_warp()
                     release(base + u32(TILE_FREE) + slot * u32(8), lane)
-                    slot = u32(slot ^ u32(1))
-                    if slot == 0:
-                        slot_phase = u32(slot_phase ^ u32(1))
                     if head == u32(END):
                         going = u32(0)
                     else:
                         row_stride = u64(n_heads) * u64(HEAD_BYTES)
                         source = q + u64(batch_row) * row_stride + u64(head * group) * u64(HEAD_BYTES)
+                        phase = u32(u32(done >> u32(Q_STAGES >> 1)) & u32(1)) ^ u32(1)
                         for i in range(GROUPS):
-                            place = u32(q_stage * u32(GROUPS) + u32(i))
-                            mbarrier_wait(base + u32(Q_FREE) + place * u32(8), q_phase)
+                            place = u32(u32(done & u32(Q_STAGES - 1)) * u32(GROUPS) + u32(i))
+                            mbarrier_wait(base + u32(Q_FREE) + place * u32(8), phase)
                             load_q(
                                 source, base + place * u32(Q_GROUP), thread - u32(32),
                                 first_row + u32(i) * u32(64), rows - u32(1), group, u64(HEAD_BYTES), row_stride,
                             )  # fmt: skip
                             sync_warp()
                             release(base + u32(Q_FULL) + place * u32(8), lane)
-                        q_stage = u32(q_stage + u32(1))
-                        if q_stage == Q_STAGES:
-                            q_stage = u32(0)
-                            q_phase = u32(q_phase ^ u32(1))
+                        done = u32(done + u32(1))
         else:
             more_registers()
             side = u32(side - u32(1))
