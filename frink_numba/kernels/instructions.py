@@ -42,18 +42,7 @@ tma_load_2d = instruction(
     "u32",
     "u32",
 )
-# (destination, tensor map, barrier, column, middle index, row): one box of a three-dimensional tensor.
-tma_load_3d = instruction(
-    "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1, {$3, $4, $5}], [$2];",
-    None,
-    "u32",
-    "u64",
-    "u32",
-    "u32",
-    "u32",
-    "u32",
-)
-# A two-dimensional box into every block of the cluster whose bit is set in the mask (`$5`), at the same address,
+# The same box into every block of the cluster whose bit is set in the mask (`$5`), at the same address,
 # signalling the barrier at the same address there.
 tma_multicast_2d = instruction(
     "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
