@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from frink_numba.host.vocabulary import TokenType
-from tests.golden.tokenizer_cases import load
+from tests.golden.tokenizer_cases import RUNS, load
 
 _load = cache(load)
 
@@ -34,6 +34,21 @@ def sentencepiece(special: Mapping[str, int] | None = None, pieces: str = "piece
     texts, scores, types = (list(column) for column in zip(*rows, strict=True))
     ids = keys(bos_token_id=1, eos_token_id=2, unknown_token_id=0)
     return keys(model="llama", tokens=texts, scores=scores, token_type=types) | ids | keys(**more)
+
+
+def with_runs() -> dict[str, Any]:
+    """The SentencePiece vocabulary with the runs of `RUNS` as user-defined tokens, spelled as in the text."""
+    metadata = sentencepiece(add_space_prefix=False)
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    for run in RUNS:
+        spelled = run.replace(" ", "\u2581")
+        if spelled not in tokens:
+            tokens.append(spelled)
+            types.append(USER_DEFINED)
+            metadata["tokenizer.ggml.scores"].append(0.0)
+        at = tokens.index(spelled)
+        tokens[at], types[at] = run, USER_DEFINED
+    return metadata
 
 
 def letters(merges: tuple[str, ...] = (), special: Mapping[str, int] | None = None, **more: Any) -> dict[str, Any]:

@@ -22,6 +22,14 @@ _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _SIGNS_AND_SPACES = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_SIGNS_AND_SPACES}"
 _QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_SIGNS_AND_SPACES}"
+_CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE_LETTERS = r"[^\r\n\p{L}\p{N}]?"
+_SIGNS_AND_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = rf"{_BEFORE_LETTERS}{_CAPITALS}*{_SMALL}+|{_BEFORE_LETTERS}{_CAPITALS}+{_SMALL}*|\p{{N}}|{_SIGNS_AND_SLASHES}"
+_GPT4O = (
+    rf"{_BEFORE_LETTERS}{_CAPITALS}*{_SMALL}+{_CONTRACTIONS}?|{_BEFORE_LETTERS}{_CAPITALS}+{_SMALL}*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}|{_SIGNS_AND_SLASHES}"
+)
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 
@@ -61,6 +69,7 @@ class Splitting:
 
 
 _LLAMA3_SPLITTING = Splitting(_patterns(_LLAMA3), whole_words=True, add_bos=True)
+_DIGITS_SPLITTING = Splitting(_digits_then_byte_level)
 
 SPLITTINGS: dict[str, Splitting] = {
     "default": Splitting(_patterns(*_DEFAULT)),
@@ -68,8 +77,15 @@ SPLITTINGS: dict[str, Splitting] = {
     "llama-bpe": _LLAMA3_SPLITTING,
     "llama-v3": _LLAMA3_SPLITTING,
     "llama3": _LLAMA3_SPLITTING,
+    "smaug-bpe": Splitting(_patterns(_LLAMA3), whole_words=True),  # SmolLM3: Llama 3's, without BOS
+    "dbrx": Splitting(_patterns(_LLAMA3)),  # OLMo 2, Phi-4
+    "gpt-4o": Splitting(_patterns(_GPT4O)),  # Phi-4 mini
+    "olmo": Splitting(_byte_level, compose=True),  # OLMoE
     "qwen2": Splitting(_patterns(_QWEN2), compose=True),
-    "smollm": Splitting(_digits_then_byte_level),
+    "refact": _DIGITS_SPLITTING,  # Granite 3
+    "smollm": _DIGITS_SPLITTING,
+    "starcoder": _DIGITS_SPLITTING,
+    "tekken": Splitting(_patterns(_TEKKEN), whole_words=True, add_bos=True),  # Mistral Nemo
 }
 
 

@@ -25,6 +25,9 @@ _STOP_NAMES = frozenset(
         *("<end_of_turn>", "<|end_of_turn|>", "<EOT>", "<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
     }
 )
+# Phi-3's published tokenizer drops the blanks behind its special tokens, but for these; no key of a file says so.
+_KEEP_BLANKS = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+_BLANKS = " \t\n\x0b\x0c\r\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 _LITERAL = frozenset({TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED})
 
 
@@ -52,8 +55,11 @@ class Tokenizer:
     tokens that end an answer (EOS, EOT, EOM, by metadata or by name). `add_bos`, `add_eos`: the file's rules.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        """UnsupportedModelError for a kind of tokenizer that is not served, GgufError for facts that contradict."""
+    def __init__(self, vocabulary: Vocabulary, *, drop_blanks: bool = False) -> None:
+        """UnsupportedModelError for a kind of tokenizer that is not served, GgufError for facts that contradict.
+
+        `drop_blanks`: special tokens take the blanks and line ends behind them with them, as Phi-3's do.
+        """
         if vocabulary.model not in _KINDS:
             raise UnsupportedModelError(
                 f"tokenizer {vocabulary.model[:80]!r} (tokenizer.ggml.model) is not served. Served: {', '.join(_KINDS)}"
@@ -61,6 +67,7 @@ class Tokenizer:
         self._vocabulary = vocabulary
         self._text: OrdinaryText = _KINDS[vocabulary.model](vocabulary)
         self._special_ids = vocabulary.spellings(vocabulary.ids_of(*_LITERAL))
+        self._drops_blanks = frozenset(self._special_ids) - _KEEP_BLANKS if drop_blanks else frozenset()
         self._pieces: dict[int, bytes] = {}
         self.bos_id = vocabulary.bos_id
         self.eos_id = vocabulary.eos_id
@@ -72,7 +79,9 @@ class Tokenizer:
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> Tokenizer:
         """The tokenizer of a GGUF file's metadata (`GgufFile.metadata`)."""
-        return cls(Vocabulary.from_metadata(metadata))
+        vocabulary = Vocabulary.from_metadata(metadata)
+        phi3 = metadata.get("general.architecture") == "phi3" and vocabulary.model == "llama"
+        return cls(vocabulary, drop_blanks=phi3)
 
     @property
     def vocab_size(self) -> int:
@@ -98,8 +107,10 @@ class Tokenizer:
         for i, part in enumerate(parts):
             if i % 2:
                 ids.append(self._special_ids[part])
-            elif part:
-                ids += self._text.encode(part)
+                continue
+            text = part.lstrip(_BLANKS) if i and parts[i - 1] in self._drops_blanks else part
+            if text:
+                ids += self._text.encode(text)
         before = _added("BOS", self.bos_id, add_bos, self.add_bos, ids[:1])
         return before + ids + _added("EOS", self.eos_id, add_eos, self.add_eos, ids[-1:])
 

@@ -29,18 +29,25 @@ import transformers
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import models, pre_tokenizers, trainers
 
-from tests.golden.tokenizer_cases import CODE, NUMBERS, PROSE, TEXTS, save
+from tests.golden.tokenizer_cases import CODE, NUMBERS, PROSE, RUNS, TEXTS, save
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 MODERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,DIGITS}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+CONTRACTION"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*CONTRACTION"
+    r"|\p{N}{1,DIGITS}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 PATTERNS = {
     "smollm": [r"\p{N}", GPT2],
     "gpt-2": [GPT2],
     "llama-bpe": [MODERN.replace("DIGITS", "3")],
     "qwen2": [MODERN.replace("DIGITS", "1")],
+    "tekken": [CASED.replace("DIGITS", "1").replace("CONTRACTION", "")],
+    "gpt-4o": [CASED.replace("DIGITS", "3").replace("CONTRACTION", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?")],
     "default": [r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"],
 }
 
@@ -114,6 +121,7 @@ def byte_level() -> dict[str, Any]:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     qwen2 = transformers.Qwen2Tokenizer(vocab=vocab, merges=merges)
+    olmo = transformers.GPTNeoXTokenizer(vocab=vocab, merges=merges)
 
     def ids_of(oracle: Any) -> Callable[[str], list[int]]:
         return lambda text: oracle(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
@@ -124,6 +132,9 @@ def byte_level() -> dict[str, Any]:
         "llama-bpe": word_by_word(PATTERNS["llama-bpe"]),
         "qwen2": ids_of(qwen2),
         "default": word_by_word(PATTERNS["default"]),
+        "olmo": ids_of(olmo),
+        "tekken": word_by_word(PATTERNS["tekken"]),
+        "gpt-4o": word_by_word(PATTERNS["gpt-4o"]),
     }
     texts = TEXTS[::2]
     for text in texts:  # two independent readings of the same rule
@@ -131,6 +142,7 @@ def byte_level() -> dict[str, Any]:
         assert word_by_word(PATTERNS["smollm"])(text) == encoders["smollm"](text), text
         composed = unicodedata.normalize("NFC", text)
         assert word_by_word(PATTERNS["qwen2"])(composed) == encoders["qwen2"](text), text
+        assert word_by_word(PATTERNS["gpt-2"])(composed) == encoders["olmo"](text), text
     return {
         "tokens": tokens,
         "merges": [" ".join(pair) for pair in merges],
@@ -174,6 +186,18 @@ def _encoder(model: sentencepiece_model_pb2.ModelProto, prefix: bool, squeeze: b
     return sentencepiece.SentencePieceProcessor(model_proto=changed.SerializeToString()).encode
 
 
+def _with_runs(model: sentencepiece_model_pb2.ModelProto) -> sentencepiece_model_pb2.ModelProto:
+    """With user-defined runs of blanks and of line ends, as Gemma's vocabularies have."""
+    changed = sentencepiece_model_pb2.ModelProto()
+    changed.CopyFrom(model)
+    pieces = {piece.piece: piece for piece in changed.pieces}
+    for run in RUNS:
+        text = run.replace(" ", "\u2581")
+        piece = pieces.get(text) or changed.pieces.add(piece=text)
+        piece.score, piece.type = 0.0, 4
+    return changed
+
+
 def sentencepiece_models() -> dict[str, Any]:
     """Pieces are [text, score, type]; sentencepiece and GGUF number the types alike."""
     model = _trained(byte_fallback=True, vocab_size=700)
@@ -181,11 +205,13 @@ def sentencepiece_models() -> dict[str, Any]:
     plain = _encoder(model, prefix=True, squeeze=False)
     bare_ids = _encoder(bare, prefix=True, squeeze=False)
     no_prefix, squeezed = _encoder(model, prefix=False, squeeze=False), _encoder(model, prefix=True, squeeze=True)
+    runs = _encoder(_with_runs(model), prefix=False, squeeze=False)
     cases = []
     for n, text in enumerate(TEXTS):
         case: dict[str, Any] = {"text": text, "ids": plain(text)}
         if n % 3 == 0:
             case |= {"no_prefix": no_prefix(text), "squeezed": squeezed(text), "bare": bare_ids(text)}
+            case |= {"runs": runs(text)}
         cases.append(case)
     return {
         "sentencepiece": sentencepiece.__version__,

@@ -251,6 +251,10 @@ TEXTS: list[str] = list(
 )
 
 
+RUNS = ("  ", "    ", " " * 16, "\n\n", "\n" * 4, "\t\t")
+"""User-defined tokens of the golden "runs"."""
+
+
 def load(name: str) -> dict[str, Any]:
     """The golden tokenizer_NAME.json."""
     return json.loads((FOLDER / f"tokenizer_{name}.json").read_text("ascii"))

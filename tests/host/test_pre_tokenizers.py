@@ -20,7 +20,7 @@ def words(pre: str, text: str) -> list[str]:
     return [bytes(BYTE_OF[letter] for letter in word).decode() for word, _ in cut]
 
 
-@pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe", "qwen2", "default"])
+@pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe", "qwen2", "default", "tekken", "gpt-4o"])
 def test_words_equal_the_published_patterns(pre: str) -> None:
     """The golden cut the texts with the `regex` package."""
     assert len(CASES) == 200
@@ -35,6 +35,8 @@ def test_words_equal_the_published_patterns(pre: str) -> None:
         ("llama-bpe", ["333", "3", "+", "777", "\n\n", " ", " x"]),
         ("qwen2", ["3", "3", "3", "3", "+", "7", "7", "7", "\n\n", " ", " x"]),
         ("default", ["333", "3", "+", "777", "\n\n ", " x"]),
+        ("tekken", ["3", "3", "3", "3", "+", "7", "7", "7", "\n\n", " ", " x"]),
+        ("gpt-4o", ["333", "3", "+", "777", "\n\n", " ", " x"]),
     ],
 )
 def test_pinned_words(pre: str, expected: list[str]) -> None:
@@ -51,6 +53,10 @@ def test_pinned_words(pre: str, expected: list[str]) -> None:
         ("llama-bpe", "I'LL we'll", ["I", "'LL", " we", "'ll"]),
         ("qwen2", "(foo)\n\nbar", ["(foo", ")\n\n", "bar"]),
         ("default", "(foo)$ x", ["(", "foo", ")$", " x"]),
+        ("tekken", "fooBar I'LL we'll", ["foo", "Bar", " I", "'LL", " we", "'ll"]),
+        ("tekken", "HTTPServer;\n/x", ["HTTPServer", ";\n/", "x"]),
+        ("llama-bpe", "HTTPServer;\n/x", ["HTTPServer", ";\n", "/x"]),
+        ("gpt-4o", "fooBar I'LL we'll", ["foo", "Bar", " I'LL", " we'll"]),
     ],
 )
 def test_what_tells_them_apart(pre: str, text: str, expected: list[str]) -> None:
@@ -61,9 +67,19 @@ def test_what_tells_them_apart(pre: str, text: str, expected: list[str]) -> None
 def test_names_of_one_rule() -> None:
     """Files spell Llama 3's rule in three ways."""
     assert splitting("llama3") is splitting("llama-v3") is splitting("llama-bpe")
+    assert splitting("refact") is splitting("starcoder") is splitting("smollm")
 
 
-@pytest.mark.parametrize("pre", ["deepseek-llm", "tekken", "gpt-4o", "QWEN2", "", "falcon"])
+@pytest.mark.parametrize(("pre", "same"), [("dbrx", "llama-bpe"), ("smaug-bpe", "llama-bpe"), ("olmo", "gpt-2")])
+def test_rules_that_differ_in_more_than_words(pre: str, same: str) -> None:
+    """They cut alike, but add no BOS, or compose first."""
+    assert [case["text"] for case in CASES if words(pre, case["text"]) != words(same, case["text"])] == []
+    one, other = splitting(pre), splitting(same)
+    assert (one.add_bos, one.compose) != (other.add_bos, other.compose)
+    assert not one.add_bos
+
+
+@pytest.mark.parametrize("pre", ["deepseek-llm", "exaone4", "command-r", "QWEN2", "", "falcon"])
 def test_unknown_names_are_refused(pre: str) -> None:
     """With the name and the list of those that run."""
     with pytest.raises(UnsupportedModelError, match=f"'{pre}'.*Served: {', '.join(SPLITTINGS)}"):

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from frink_numba.errors import GgufError, TokenizerError
 from frink_numba.host.tokenizer import Tokenizer
-from tests.golden.tokenizer_cases import load
-from tests.vocabularies import CONTROL, NORMAL, USER_DEFINED, keys, sentencepiece
+from tests.golden.tokenizer_cases import RUNS, load
+from tests.vocabularies import CONTROL, NORMAL, USER_DEFINED, keys, sentencepiece, with_runs
 
 CASES: list[dict[str, Any]] = load("sentencepiece")["cases"]
 
@@ -33,6 +33,7 @@ def pieces(ids: list[int]) -> list[str]:
         ("no_prefix", sentencepiece(add_space_prefix=False)),
         ("squeezed", sentencepiece(remove_extra_whitespaces=True)),
         ("bare", sentencepiece(pieces="bare_pieces")),
+        ("runs", with_runs()),  # as Gemma's: no blank before a text, runs of blanks and line ends are tokens
     ],
 )
 def test_ids_equal_sentencepiece(column: str, metadata: dict[str, Any]) -> None:
@@ -45,7 +46,7 @@ def test_ids_equal_sentencepiece(column: str, metadata: dict[str, Any]) -> None:
 
 def test_columns_differ() -> None:
     """The golden tells the rules apart."""
-    for column in ("no_prefix", "squeezed", "bare"):
+    for column in ("no_prefix", "squeezed", "bare", "runs"):
         assert sum(case["ids"] != case[column] for case in CASES if column in case) > 25
 
 
@@ -116,6 +117,30 @@ def test_user_defined_tokens() -> None:
     assert t.decode([tool], special=False) == "<tool>"
 
 
+def test_phi3_drops_the_blanks_behind_its_special_tokens() -> None:
+    """As the `rstrip` of its published tokenizer, which no key of the file states: the library's rule is the oracle."""
+    from tokenizers import AddedToken
+
+    special = {"<|user|>": CONTROL, "<|end|>": CONTROL, "<|endoftext|>": CONTROL, "<|tool|>": USER_DEFINED}
+    metadata = sentencepiece(special, add_space_prefix=False)
+    phi3 = Tokenizer.from_metadata({**metadata, "general.architecture": "phi3"})
+    other = Tokenizer.from_metadata({**metadata, "general.architecture": "llama"})
+    engine = Tokenizer.from_metadata(metadata)._text._engine
+    engine.add_special_tokens([AddedToken(t, rstrip=t != "<|endoftext|>", normalized=False) for t in special])
+    for text, drops in {
+        "<|user|>\nhi <|end|>\n<|user|>  \u2003\u3000 \n x": True,
+        "<|endoftext|>\n a<|tool|> b\n": True,
+        "<|end|>": False,
+        " \n<|end|>\x1c y": False,
+        "<|user|> \n": True,
+    }.items():
+        ids = phi3.encode(text, special=True, add_bos=False)
+        assert [phi3.token(i) for i in ids] == engine.encode(text).tokens
+        assert (ids != other.encode(text, special=True, add_bos=False)) == drops
+    assert phi3.encode("<s>\nx", special=True) == other.encode("<s>\nx", special=True)
+    assert phi3.encode("a<|user|>\nb", add_bos=False) == other.encode("a<|user|>\nb", add_bos=False)  # ordinary text
+
+
 def test_no_merge_makes_a_special_or_byte_token() -> None:
     """Tokens that steer, and bytes, are out of reach even where pieces could merge into them."""
     special = {"INST]": CONTROL, "<0": NORMAL, "<0x": NORMAL, "<0x4": NORMAL, "<0x41": NORMAL}
@@ -174,9 +199,13 @@ def test_golden_is_what_sentencepiece_says() -> None:
     import sentencepiece as library
     from sentencepiece import sentencepiece_model_pb2
 
-    def processor(name: str, prefix: bool = True, squeeze: bool = False) -> library.SentencePieceProcessor:
+    def processor(
+        name: str, prefix: bool = True, squeeze: bool = False, runs: tuple[str, ...] = ()
+    ) -> library.SentencePieceProcessor:
         model = sentencepiece_model_pb2.ModelProto()
-        for text, score, kind in load("sentencepiece")[name]:
+        rows = {text: (score, kind) for text, score, kind in load("sentencepiece")[name]}
+        rows |= {run.replace(" ", "\u2581"): (0.0, 4) for run in runs}
+        for text, (score, kind) in rows.items():
             model.pieces.add(piece=text, score=score, type=kind)
         model.trainer_spec.model_type = 2  # BPE
         model.trainer_spec.byte_fallback = name == "pieces"
@@ -190,6 +219,7 @@ def test_golden_is_what_sentencepiece_says() -> None:
         "no_prefix": processor("pieces", prefix=False),
         "squeezed": processor("pieces", squeeze=True),
         "bare": processor("bare_pieces"),
+        "runs": processor("pieces", prefix=False, runs=RUNS),
     }
     for case in CASES:
         assert all(oracle.encode(case["text"]) == case[name] for name, oracle in oracles.items() if name in case)
