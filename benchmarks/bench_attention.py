@@ -1,4 +1,4 @@
-"""Fused causal attention against torch's scaled_dot_product_attention: FlashAttention-2 and cuDNN, same shapes, same run.
+"""Fused causal attention beside torch's scaled_dot_product_attention (FlashAttention-2 and cuDNN), in the same run.
 
     python benchmarks/bench_attention.py --receipt benchmarks/receipts/attention-h200.json
     python benchmarks/bench_attention.py --tier mma 128:32:32:8192 64:32:8:512+16384 --check
