@@ -224,13 +224,11 @@ def _step_ops(layout: MmaLayout) -> tuple[Any, Any, Any]:
 def _edge_ops(layout: MmaLayout) -> tuple[Any, Any, Any, Any]:
     """(start, limits, later, store): the first carried values, the rows' limits, those of the next block, the end."""
     from frink_numba.kernels.fused_attention_emit import finish, select, store_rows, thread_of
+    from frink_numba.kernels.fused_attention_schedule import divide, row_limits
     from frink_numba.kernels.ptx import Emitter, Register, emitted
 
     groups, own = layout.row_groups, layout.width // 2
     carried, rows_of = f"f32x{groups * (own + 2)}", f"u32x{2 * groups}"
-
-    def divide(e: Emitter, a: Register, b: Register) -> Register:
-        return Register(e, "u32", e.builder.udiv(a.value, b.value))
 
     def row(e: Emitter, r: int, h: int) -> Register:
         """The thread's row g + 8h of row group r, in the tile."""
@@ -248,14 +246,8 @@ def _edge_ops(layout: MmaLayout) -> tuple[Any, Any, Any, Any]:
     def limits(
         e: Emitter, first_row: Register, rows: Register, begin: Register, group: Register, block: Register
     ) -> list[Register]:
-        """Of each row: the last visible key less the first of the block and the thread."""
-        gone = block * layout.keys + ((thread_of(e) & 3) << 1) - begin
-        out = []
-        for r in range(groups):
-            for h in range(2):
-                at = e.asm("min.u32 $0, $1, $2;", "u32", [first_row + row(e, r, h), rows - 1], pure=True)
-                out.append(divide(e, at, group) - gone)
-        return out
+        inside = [row(e, r, h) for r in range(groups) for h in range(2)]
+        return row_limits(e, layout.keys, thread_of(e), inside, first_row, rows, begin, group, block)
 
     @emitted(rows_of, rows_of)
     def later(e: Emitter, before: list[Register]) -> list[Register]:

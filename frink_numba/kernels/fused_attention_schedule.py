@@ -70,6 +70,25 @@ def key_bounds(
     return [end, free_end, least(e, free_end, free_begin), begin]
 
 
+def row_limits(
+    e: Emitter,
+    keys: int,
+    thread: Register,
+    inside: list[Register],
+    first_row: Register,
+    all_rows: Register,
+    start: Register,
+    group: Register,
+    block: Register,
+) -> list[Register]:
+    """Of a thread's rows `inside` the tile: the last visible key less the first of the block and of the thread.
+
+    As signed numbers. A thread's first key of a block is twice its place in its quad; rows past the last repeat it.
+    """
+    gone = block * keys + ((thread & 3) << 1) - start
+    return [divide(e, least(e, first_row + row, all_rows - 1), group) - gone for row in inside]
+
+
 @functools.cache
 def schedule_ops(rows: int, keys: int, windowed: bool) -> tuple[Any, Any]:
     """(locate(number, tiles, heads, positions, resident), bounds(first_row, all_rows, start, group, window))."""

@@ -45,27 +45,24 @@ ARGUMENTS = (
 def row_ops(layout: Layout) -> tuple[Any, Any]:
     """(limits, row_inside) of a compute thread's two rows."""
     from frink_numba.kernels.fused_attention_emit import thread_of
-    from frink_numba.kernels.fused_attention_schedule import divide, least
+    from frink_numba.kernels.fused_attention_schedule import row_limits
     from frink_numba.kernels.ptx import Emitter, Register, emitted
 
-    def row_of(e: Emitter) -> tuple[Register, Register]:
-        """(the thread's first row in the tile, its first column in a block)."""
-        thread = thread_of(e)
-        lane = thread & 31
-        return ((thread - 128) >> 5 << 4) + (lane >> 2), (lane & 3) << 1
+    def row_of(thread: Register) -> Register:
+        """The thread's first row in the tile; the second is 8 further."""
+        return ((thread - 128) >> 5 << 4) + ((thread & 31) >> 2)
 
     @emitted("u32")
     def row_inside(e: Emitter) -> Register:
-        return row_of(e)[0]
+        return row_of(thread_of(e))
 
     @emitted("u32x2", "u32", "u32", "u32", "u32", "u32")
     def limits(
         e: Emitter, first_row: Register, rows: Register, start: Register, group: Register, block: Register
     ) -> list[Register]:
-        """Of the thread's two rows: the last visible key less the first of the block and the thread."""
-        inside, column = row_of(e)
-        gone = block * layout.keys + column - start
-        return [divide(e, least(e, first_row + inside + 8 * h, rows - 1), group) - gone for h in range(2)]
+        thread = thread_of(e)
+        inside = [row_of(thread), row_of(thread) + 8]
+        return row_limits(e, layout.keys, thread, inside, first_row, rows, start, group, block)
 
     return limits, row_inside
 
@@ -241,7 +238,7 @@ def build(layout: Layout) -> tuple[Any, Any]:
                 if head == u32(END):
                     going = u32(0)
                 else:
-                    block, free_end, free_begin, begin = bounds(first_row, rows, start, group, window)
+                    block, free_end, _, _ = bounds(first_row, rows, start, group, window)
                     block = u32(block - u32(1))
                     limit_0, limit_1 = limits(first_row, rows, start, group, block)
                     place = u32(u32(done & u32(Q_STAGES - 1)) * u32(GROUPS) + u32(thread_index() >> u32(7)) - u32(1))
@@ -257,6 +254,11 @@ def build(layout: Layout) -> tuple[Any, Any]:
                             carried, base, queries, used, limit_0, limit_1, window, inner, factor, n_heads
                         )
                         used = u32(used + u32(1))
+                    # Read again what the loops have no registers for, here and below.
+                    free_begin = u32(0)
+                    if WINDOWED:
+                        _, first_row, rows, start = read_slot(base + u32(TILES_AT) + u32(done & u32(1)) * u32(32))
+                        _, _, free_begin, _ = bounds(first_row, rows, start, group, window)
                     while block > free_begin:
                         block = u32(block - u32(1))
                         if WINDOWED:
@@ -267,6 +269,8 @@ def build(layout: Layout) -> tuple[Any, Any]:
                         )
                         used = u32(used + u32(1))
                     if WINDOWED:
+                        _, first_row, rows, start = read_slot(base + u32(TILES_AT) + u32(done & u32(1)) * u32(32))
+                        _, _, _, begin = bounds(first_row, rows, start, group, window)
                         while block > begin:
                             block = u32(block - u32(1))
                             limit_0 = u32(limit_0 + u32(KEYS))
@@ -279,7 +283,6 @@ def build(layout: Layout) -> tuple[Any, Any]:
                     place = u32(u32(done & u32(Q_STAGES - 1)) * u32(GROUPS) + u32(thread_index() >> u32(7)) - u32(1))
                     release(base + u32(Q_FREE) + place * u32(8), lane)
                     carried = last(carried, base, used, n_heads)
-                    # Read again what the loops had no registers for.
                     slot = u32(done & u32(1))
                     at = u32(base + u32(TILES_AT) + slot * u32(32))
                     head, first_row, rows, _ = read_slot(at)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,18 +12,12 @@ import numpy as np
 from frink_numba.kernels.ptx import Register
 
 _TYPES: dict[str, Any] = {"u32": np.uint32, "u64": np.uint64, "f32": np.float32}
-_COMPARE = {
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "==": operator.eq,
-    "!=": operator.ne,
-}
+_NAMES = {"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne"}
+_COMPARE = {sign: getattr(operator, name) for sign, name in _NAMES.items()}
 
 
 class _Type:
-    """Stands in for an LLVM type: `value.type` of an array is not asked for anything."""
+    """Stands in for an LLVM type, which is passed on and not looked at."""
 
 
 class _Value(np.ndarray):
@@ -53,13 +49,21 @@ class _Builder:
 
 
 class ArrayEmitter:
-    """What index arithmetic needs of `ptx.Emitter`; instructions (`asm`) cannot be run."""
+    """What index arithmetic needs of `ptx.Emitter`. Of the instructions it knows the exchange within a warp."""
 
     def __init__(self) -> None:
         self.builder = _Builder()
 
-    def constant(self, kind: str, value: int) -> Any:
-        return self.array(kind, value & 0xFFFFFFFF if kind == "u32" else value)
+    def constant(self, kind: str, value: float) -> Any:
+        return self.array(kind, int(value) & 0xFFFFFFFF if kind == "u32" else value)
 
     def array(self, kind: str, values: Any) -> Any:
         return Register(self, kind, _value(kind, values))  # type: ignore[arg-type]
+
+    def asm(self, template: str, result: str, arguments: Sequence[Any], **_: Any) -> Any:
+        found = re.match(r"shfl\.sync\.bfly\.b32 \$0, \$1, (\d+),", template)
+        if found is None:
+            raise NotImplementedError(template)
+        (source,) = arguments
+        lanes = np.arange(source.value.shape[0])
+        return self.array(result, source.value[lanes ^ int(found.group(1))])
