@@ -53,7 +53,7 @@ $(BIN)/python:
 		"(Debian, Ubuntu: apt install python3-venv); name another interpreter with make PYTHON=..." >&2; exit 1; }
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	$(PIP) -e .
+	$(PIP) -e ".[fast]"
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml $(PLUGIN) | $(BIN)/python

@@ -60,6 +60,14 @@ def _tier(value: str) -> str:
     return word
 
 
+def _threads(value: str) -> int:
+    # OMP_NUM_THREADS may list one number for each level of nested parallelism: the first is the outermost.
+    count = value.split(",")[0].strip()
+    if not count.isdecimal() or not int(count):
+        raise ValueError("expected a number of threads from 1 up")
+    return int(count)
+
+
 def _default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "frink_numba"
 
@@ -108,6 +116,16 @@ SETTINGS: dict[str, Setting] = {
             "Byte budget for weights and scratch on each device; layers that do not fit run on the host.",
         ),
         Setting("FRINK_CUDA_TIER", _tier, "auto", "`auto`", "Kernel tier: `auto`, `simt`, `mma` or `wgmma`."),
+        Setting(
+            "OPENBLAS_NUM_THREADS",
+            _threads,
+            None,
+            "all processors",
+            "OpenBLAS's own: threads of NumPy's matrix products. Products from quantized bytes take as many.",
+        ),
+        Setting(
+            "OMP_NUM_THREADS", _threads, None, "all processors", "OpenMP's own: counts where the former is not set."
+        ),
         Setting("FRINK_DEBUG", parse_flag, False, "`0`", "The command line shows tracebacks."),
         Setting(
             "NUMBA_ENABLE_CUDASIM",

@@ -34,6 +34,8 @@ def test_bytes(text: str, value: int, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
+        ("OMP_NUM_THREADS", "0"),
+        ("OMP_NUM_THREADS", "many"),
         ("FRINK_DEBUG", "maybe"),
         ("FRINK_DEBUG", "2"),
         ("FRINK_HOST_WEIGHTS", "-1"),

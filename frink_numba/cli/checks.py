@@ -91,7 +91,9 @@ def packages(driver: Driver) -> list[Check]:
         else:
             found.append(Check(need.name, OK, version))
     extra = _cuda_extra(driver)
-    for need in (w for w in wanted if w.extra in (extra, "hf")):
+    # numba is in two extras: the first that names it is enough.
+    optional = [w for w in wanted if w.extra in ("fast", extra, "hf")]
+    for need in reversed({w.name: w for w in reversed(optional)}.values()):
         version = installed(need.name)
         remedy = f'pip install "frink-numba[{need.extra}]"'
         if version is None:

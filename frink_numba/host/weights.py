@@ -1,11 +1,14 @@
-"""Weights as float32 within a byte budget: least recently used out first, a set beyond the budget in row blocks."""
+"""Products with a model's weights.
+
+A few columns are multiplied straight from the quantized bytes where that is served (thin_products.py). Many go through
+float32 copies within a byte budget: least recently used out first, a set beyond the budget in row blocks.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 
@@ -13,11 +16,10 @@ from frink_numba import settings
 from frink_numba.errors import ShapeError
 from frink_numba.host.dequantize import dequantize
 from frink_numba.host.memory import machine_memory
+from frink_numba.host.thin_products import FEW, Matrices, ThinSet, thin_set
 from frink_numba.quant import QuantMatrix
 
 _BLOCK_BYTES = 16 << 20  # float32 bytes of one row block of a set that is not kept
-
-Matrices: TypeAlias = tuple[QuantMatrix, ...]
 
 
 @dataclass(slots=True)
@@ -44,6 +46,7 @@ class WeightStore:
         self._lock = threading.Lock()
         self._sets: dict[Matrices, _Kept] = {}
         self._homes: dict[QuantMatrix, Matrices] = {}  # the set that holds a matrix
+        self._thin: dict[Matrices, ThinSet | None] = {}  # None: a set that is not for thin products
         self._used = 0
         self._clock = 0
 
@@ -62,6 +65,10 @@ class WeightStore:
 
     def product(self, x: np.ndarray, *matrices: QuantMatrix, out: np.ndarray) -> np.ndarray:
         """out = W x for columns `x` [cols, n], `out` [sum of rows, n], both C-contiguous float32."""
+        if x.shape[-1] <= FEW:
+            thin = self._thin_set(matrices)
+            if thin is not None:
+                return thin.product(x, out)
         kept = self._sets.get(matrices)
         if kept is not None:  # as in `_find`, without the call
             self._clock = kept.last_use = self._clock + 1
@@ -81,7 +88,10 @@ class WeightStore:
         if out is None:
             out = np.empty((x.shape[0], rows), np.float32)
         if x.shape[0] == 1:
-            self.product(np.ascontiguousarray(x[0]), *matrices, out=out[0])
+            self.product(np.ascontiguousarray(x[0])[:, None], *matrices, out=out[0, :, None])
+            return out
+        if x.shape[0] <= FEW and (thin := self._thin_set(matrices)) is not None:
+            thin.product(x.T, out.T)
             return out
         kept = self._find(matrices)
         if kept is not None:
@@ -95,7 +105,15 @@ class WeightStore:
         with self._lock:
             self._sets.clear()
             self._homes.clear()
+            self._thin.clear()
             self._used = 0
+
+    def _thin_set(self, matrices: Matrices) -> ThinSet | None:
+        try:
+            return self._thin[matrices]
+        except KeyError:
+            with self._lock:
+                return self._thin.setdefault(matrices, thin_set(matrices))
 
     def _find(self, matrices: Matrices) -> np.ndarray | None:
         """The stacked weights, made if they are not kept yet; None when they exceed the whole budget."""
