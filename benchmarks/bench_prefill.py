@@ -92,7 +92,8 @@ def layers_step(shape: Shape, tokens: int, backends: str) -> tuple[Callable[[], 
     """(a step over random layers, who serves it, close)."""
     layers = random_layers(shape)
     walk = Dispatcher(layers, host=HostBackend, backends=backends)
-    cache = KVCache(layers, tokens)
+    cache = KVCache(layers, tokens, allocate=walk.host_bytes)
+    cache.reserve(tokens)
     hidden = np.random.default_rng(1).standard_normal((tokens, shape.hidden), dtype=np.float32)
 
     def step() -> None:

@@ -120,6 +120,8 @@ class CudaBackend:
 
         Ordinary memory where there is none to lock.
         """
+        if not nbytes:
+            return np.empty(0, np.uint8)
         try:
             with self.device.working():
                 return self.device.workspace.pinned.lend(nbytes)

@@ -7,7 +7,8 @@ Importing this module imports no numba; making a `NumbaRuntime` does. Everything
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -57,6 +58,12 @@ class Runtime(Protocol):
 
     def fetch(self, target: np.ndarray, address: int, stream: Any) -> None:
         """`download` from an address; `target` is C-contiguous."""
+
+    def fetch_strided(self, first: np.ndarray, pitch: int, count: int, address: int, stream: Any) -> None:
+        """`fetch` into `count` arrays as large as `first`, `pitch` bytes from one to the next; dense on the device."""
+
+    def graph(self, stream: Any, launches: Sequence[Callable[[int], None]]) -> Callable[[], None]:
+        """The launches, captured: what is answered runs them in the order of `stream` at the cost of one."""
 
     def move(self, target: int, source: int, nbytes: int, stream: Any) -> None:
         """Copy between device addresses in the order of `stream`."""
@@ -135,6 +142,20 @@ class NumbaRuntime:
     def fetch(self, target: np.ndarray, address: int, stream: Any) -> None:
         _driver("cuMemcpyDtoHAsync", target.ctypes.data, address, target.nbytes, self.handle(stream))
 
+    def fetch_strided(self, first: np.ndarray, pitch: int, count: int, address: int, stream: Any) -> None:
+        from cuda.bindings import driver
+
+        copy = driver.CUDA_MEMCPY2D()
+        copy.srcMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        copy.srcDevice, copy.srcPitch = address, first.nbytes
+        copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_HOST
+        copy.dstHost, copy.dstPitch = first.ctypes.data, pitch
+        copy.WidthInBytes, copy.Height = first.nbytes, count
+        _driver("cuMemcpy2DAsync", copy, self.handle(stream))
+
+    def graph(self, stream: Any, launches: Sequence[Callable[[int], None]]) -> Callable[[], None]:
+        return _Graph(self.handle(stream), launches)
+
     def move(self, target: int, source: int, nbytes: int, stream: Any) -> None:
         _driver("cuMemcpyDtoDAsync", target, source, nbytes, self.handle(stream))
 
@@ -172,13 +193,40 @@ class NumbaRuntime:
         self._abandoned.__enter__()
 
 
-def _driver(name: str, *arguments: int) -> None:
-    """Call the driver; DeviceError with its own name for what went wrong."""
+class _Graph:
+    """Launches that were captured in a stream, and are replayed in it as one."""
+
+    def __init__(self, stream: int, launches: Sequence[Callable[[int], None]]) -> None:
+        from cuda.bindings import driver
+
+        self._stream = stream
+        self._launch = driver.cuGraphLaunch
+        _driver("cuStreamBeginCapture", stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        try:
+            for launch in launches:
+                launch(stream)
+        finally:
+            graph = _driver("cuStreamEndCapture", stream)
+        try:
+            self._executable = _driver("cuGraphInstantiate", graph, 0)
+        finally:
+            _driver("cuGraphDestroy", graph)
+        weakref.finalize(self, driver.cuGraphExecDestroy, self._executable).atexit = False
+
+    def __call__(self) -> None:
+        (status,) = self._launch(self._executable, self._stream)
+        if status:
+            raise DeviceError(f"cuGraphLaunch failed: {status.name} ({int(status)})")
+
+
+def _driver(name: str, *arguments: Any) -> Any:
+    """Call the driver and answer what it gives; DeviceError with its own name for what went wrong."""
     from cuda.bindings import driver
 
-    (status,) = getattr(driver, name)(*arguments)
+    status, *given = getattr(driver, name)(*arguments)
     if int(status):
         raise DeviceError(f"{name} failed: {status.name} ({int(status)})")
+    return given[0] if given else None
 
 
 def simulated() -> bool:

@@ -100,6 +100,7 @@ class Decoder:
         wanted = self._checked_layers(hidden)
         self._check_cache(cache, len(ids), start)
         output = self._allocate(len(ids), logits, wanted)
+        cache.reserve(len(ids))
         for first in range(0, len(ids), chunk_size):
             last = min(first + chunk_size, len(ids))
             with self._lock:

@@ -129,11 +129,22 @@ class LayerKV:
     def reserve(self, n: int) -> None:
         """Room for `n` more rows: capacity doubles, up to the context length. Rows and counts stay as they are."""
         self._shared.check_room(n)
-        need = self.rows + n
-        if need <= self._k.shape[0]:
-            return
-        capacity = max(need, min(2 * self._k.shape[0], self._shared.context_length), _FIRST_CAPACITY)
-        k, v = self._allocate(min(capacity, self._shared.context_length))
+        capacity = self.capacity_for(n)
+        if capacity > self._k.shape[0]:
+            self.move_to(*self._allocate(capacity))
+
+    def capacity_for(self, n: int) -> int:
+        """Rows that the buffers hold, or must hold to have room for `n` more."""
+        held, need = self._k.shape[0], self.rows + n
+        if need <= held:
+            return held
+        return min(max(need, 2 * held, _FIRST_CAPACITY), self._shared.context_length)
+
+    def holds(self, rows: int) -> bool:
+        return rows <= self._k.shape[0]
+
+    def move_to(self, k: np.ndarray, v: np.ndarray) -> None:
+        """Go on in larger buffers."""
         k[: self.rows] = self._k[: self.rows]
         v[: self.rows] = self._v[: self.rows]
         self._k, self._v = k, v
@@ -281,13 +292,36 @@ class KVCache(Sequence[LayerKV]):
         self._shared.check_room(n)
         for layer, (k, v) in zip(self._layers, rows, strict=True):
             layer.check_rows(k, v, n)
-        for layer in self._layers:
-            layer.reserve(n)
+        self.reserve(n)
         for layer, (k, v) in zip(self._layers, rows, strict=True):
             layer.write_tail(k, v)
         self._shared.positions += n  # until here nothing that was written counts
         for layer in self._layers:
             layer.pushed()
+
+    def reserve(self, n: int) -> None:
+        """Room for `n` more positions in every layer; capacities double, up to the context length.
+
+        Layers that must grow get one block of memory together, K and V of one after the other: a device can then copy
+        new rows of all of them at once. CacheError beyond the context; MemoryError leaves the cache as it was.
+        """
+        self._shared.check_room(n)
+        sizes = [(layer, layer.capacity_for(n)) for layer in self._layers]
+        growing = [(layer, rows) for layer, rows in sizes if not layer.holds(rows)]
+        if not growing:
+            return
+        item = self.dtype.itemsize
+        widths = [(layer.n_kv_heads * layer.key_dim, layer.n_kv_heads * layer.value_dim) for layer, _ in growing]
+        nbytes = sum(item * rows * (key + value) for (_, rows), (key, value) in zip(growing, widths, strict=True))
+        block = self._shared.allocate(nbytes).view(self.dtype)
+        at = 0
+        for layer, rows in growing:
+            parts = []
+            for width in (layer.key_dim, layer.value_dim):
+                size = rows * layer.n_kv_heads * width
+                parts.append(block[at : at + size].reshape(rows, layer.n_kv_heads, width))
+                at += size
+            layer.move_to(*parts)
 
     def truncate(self, n: int) -> None:
         """Forget all positions from `n` on; CacheError when evicted rows would be missed. Buffers are kept."""

@@ -42,6 +42,7 @@ class LoadedKernel:
     ) -> None:
         from cuda.bindings import driver
 
+        self.name = cubin.entry
         self.arguments = tuple(arguments)
         self.threads, self.shared, self.cluster, self.overlap = threads, shared, cluster, overlap
         self._module = check(driver.cuModuleLoadData(cubin.code), f"loading {cubin.entry[:60]}")

@@ -158,12 +158,73 @@ def test_a_push_that_does_not_fit_changes_nothing(wrong: str) -> None:
     assert cache.positions == 7
 
 
-@pytest.mark.parametrize("fails_at", range(1, 7))
+def test_layers_that_grow_together_share_a_block() -> None:
+    """K and V of one layer after the other at equal distances: a device copies the new rows of all at once."""
+    blocks: list[np.ndarray] = []
+
+    def allocate(nbytes: int) -> np.ndarray:
+        blocks.append(np.empty(nbytes, np.uint8))
+        return blocks[-1]
+
+    alike = layers(0)[:1] * 3
+    cache, clean = (KVCache(alike, 1000, allocate=given) for given in (allocate, None))
+    for each in (cache, clean):
+        each.push(draw(each, 5))
+        each.reserve(200)
+        each.push(draw(each, 100, 1))
+    assert same(snapshot(cache), snapshot(clean))
+    assert len([block for block in blocks if block.nbytes]) == 2
+    leases = [layer.lend(7) for layer in cache]
+    places = [rows.ctypes.data for lease in leases for rows in (lease.k, lease.v)]
+    assert len(set(np.diff(places))) == 1
+    assert places[0] < blocks[-1].ctypes.data + blocks[-1].nbytes
+
+
+def test_a_lease_tells_of_its_push() -> None:
+    """Only the very rows that were lent, where they were lent, count as pushed."""
+    cache = KVCache(layers(0, 0, 0), 1000)
+    cache.push(draw(cache, 5))
+    leases = [layer.lend(2) for layer in cache]
+    for lease, (k, v) in zip(leases, draw(cache, 2, 1), strict=True):
+        lease.k[:], lease.v[:] = k, v
+    assert not any(lease.pushed for lease in leases)
+    cache.push([(lease.k, lease.v) for lease in leases])
+    assert all(lease.pushed and lease.first == 5 for lease in leases)
+    void = [layer.lend(2) for layer in cache]
+    cache.push(draw(cache, 2, 2))
+    assert not any(lease.pushed for lease in void)
+    late = [layer.lend(2) for layer in cache]
+    cache.truncate(3)
+    cache.push([(lease.k, lease.v) for lease in late])
+    assert not any(lease.pushed for lease in late)
+
+
+def test_how_many_rows_a_change_left() -> None:
+    """What a mirror may keep: the rows before the earliest truncation since; nothing after an eviction."""
+    cache = KVCache(layers(0, 0, 4), 1000)
+    cache.push(draw(cache, 50))
+    whole, windowed = cache[0], cache[2]
+    version = whole.version
+    assert whole.unchanged_since(version) == 50
+    cache.truncate(30)
+    cache.push(draw(cache, 20, 1))
+    cache.truncate(40)
+    cache.push(draw(cache, 20, 2))
+    assert whole.unchanged_since(version) == 30
+    assert whole.unchanged_since(version + 1) == 40
+    assert whole.unchanged_since(whole.version) == 60
+    version = windowed.version
+    cache.evict()
+    assert windowed.unchanged_since(version) == 0
+    assert whole.unchanged_since(whole.version) == 60
+
+
+@pytest.mark.parametrize("fails_at", range(1, 6))
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_out_of_memory_leaves_every_layer_as_it_was(
     fails_at: int, dtype: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault 4: memory runs out at the k-th of the six buffers that must grow; a retry equals a clean run."""
+    """Fault 4: memory runs out at the k-th buffer, of layers that grow alone or of all; a retry equals a clean run."""
     description = layers(0, 0, 0)
     cache, clean = KVCache(description, 1000, dtype=dtype), KVCache(description, 1000, dtype=dtype)
     for each in (cache, clean):
@@ -182,7 +243,9 @@ def test_out_of_memory_leaves_every_layer_as_it_was(
     with monkeypatch.context() as patch:
         patch.setattr(module.np, "empty", failing)
         with pytest.raises(MemoryError):
-            cache.push(rows)
+            cache[0].lend(40)
+            cache[1].lend(40)
+            cache.push(rows)  # the third layer
     assert calls == fails_at
     assert same(before, snapshot(cache))
     cache.push(rows)

@@ -171,7 +171,7 @@ class _Run:
         start_pos: int,
     ) -> tuple[np.ndarray, list[Rows]]:
         runtime, work, traffic = self._runtime, self._work, self._traffic
-        stream, handle = work.compute, runtime.handle(work.compute)
+        stream = work.compute
         batch = hidden.shape[0]
         lend = work.pinned.lend
         answer = Carver(lend(float_bytes(hidden.size))).array(hidden.shape)
@@ -186,30 +186,19 @@ class _Run:
         runtime.send(program.step_address, image, stream)
         runtime.send(program.hidden, source, stream)
         traffic.hidden_up += hidden.nbytes
-        for launch in program.first:
-            launch(handle)
-        slots = program.slots
-        together = slots >= len(layers)  # the rows of all layers stay on the device until the end
-        for number, layer in enumerate(program.layers):
-            for launch in layer.before:
-                launch(handle)
-            if number >= slots:
-                runtime.wait(work.rows_down[number % slots], stream)
-            assert layer.prepare is not None
-            layer.prepare(handle)
-            if not together:
-                runtime.record(work.rows_ready[number % slots], stream)
-                runtime.wait(work.rows_ready[number % slots], work.downloads)
-                self._fetch(targets[number], layer.rows, work.downloads)
-                runtime.record(work.rows_down[number % slots], work.downloads)
-            for launch in layer.after:
-                launch(handle)
-        if together:
-            for rows, layer in zip(targets, program.layers, strict=True):
-                self._fetch(rows, layer.rows, stream)
-        else:
-            for number in range(slots):
-                runtime.wait(work.rows_down[number], stream)
+        for number, segment in enumerate(program.segments):
+            slot = number % 2
+            if number >= 2:  # the rows of the segment that was here before must be down
+                runtime.wait(work.rows_down[slot], stream)
+            if segment.replay is None:
+                segment.replay = runtime.graph(stream, segment.launches)
+            segment.replay()
+            runtime.record(work.rows_ready[slot], stream)
+            runtime.wait(work.rows_ready[slot], work.downloads)
+            self._fetch(targets[segment.first : segment.last], segment.rows)
+            runtime.record(work.rows_down[slot], work.downloads)
+        for slot in range(min(2, len(program.segments))):
+            runtime.wait(work.rows_down[slot], stream)
         runtime.fetch(answer, program.hidden, stream)
         traffic.hidden_down += answer.nbytes
         runtime.synchronize(stream)
@@ -217,11 +206,21 @@ class _Run:
         traffic.runs += 1
         return answer, targets
 
-    def _fetch(self, rows: Rows, address: int, stream: Any) -> None:
-        for target in rows:
-            self._runtime.fetch(target, address, stream)
-            self._traffic.kv_down += target.nbytes
-            address += target.nbytes
+    def _fetch(self, targets: Sequence[Rows], address: int) -> None:
+        """The rows of a segment come down: in one copy where the targets lie at equal distances."""
+        arrays = [rows for pair in targets for rows in pair]
+        self._traffic.kv_down += sum(rows.nbytes for rows in arrays)
+        first, places = arrays[0], [rows.ctypes.data for rows in arrays]
+        pitch = places[1] - places[0]
+        if pitch >= first.nbytes and all(
+            rows.nbytes == first.nbytes and place == places[0] + i * pitch
+            for i, (rows, place) in enumerate(zip(arrays, places, strict=True))
+        ):
+            self._runtime.fetch_strided(first, pitch, len(arrays), address, self._work.downloads)
+            return
+        for rows in arrays:
+            self._runtime.fetch(rows, address, self._work.downloads)
+            address += rows.nbytes
 
     def _targets(
         self, layers: Sequence[TensorLayer], mirrors: Sequence[Mirror], sources: Sequence[KvSource], batch: int

@@ -31,19 +31,24 @@ Launch = Callable[[int], None]
 
 
 @dataclass(slots=True)
-class LayerLaunches:
-    """A layer's launches in order; `prepare` fills the slot of K/V rows at `rows`, that of K first."""
+class Segment:
+    """Layers first .. last-1: their launches, and where they leave their K/V rows, each K then V, layer by layer.
 
-    before: list[Launch] = field(default_factory=list)
-    prepare: Launch | None = None
-    after: list[Launch] = field(default_factory=list)
-    rows: int = 0
+    `replay`: all the launches as one, made by the first run.
+    """
+
+    first: int
+    last: int
+    rows: int
+    launches: list[Launch] = field(default_factory=list)
+    replay: Callable[[], None] | None = None
 
 
 class Program:
     """The launches of `layers` over `m` rows in the scratch at `base`, whose K/V rows lie in `mirrors`.
 
-    `first`: launches before the layers. `image`: what `step` completes and the run sends to `step_address`.
+    `image`: what `step` completes and the run sends to `step_address`. `segments` run in order; every second one leaves
+    its rows in the same place.
     """
 
     def __init__(
@@ -62,7 +67,6 @@ class Program:
         self._workspace = scratch.workspace
         self.hidden, self.step_address = self._at["hidden"], self._at["step"]
         self.staging = self._at.get("staging", 0)
-        self.slots = scratch.slots(m)
         self.image = np.zeros(step_bytes(m, len(layers)), np.uint8)
         self._maps: dict[bytes, int] = {}
         self._constants: dict[float, int] = {}
@@ -75,12 +79,19 @@ class Program:
         self._records["k_base"] = [mirror.k for mirror in mirrors]
         self._records["v_base"] = [mirror.v for mirror in mirrors]
 
-        self.first: list[Launch] = []
+        size = scratch.segment(m)
+        self.segments = [
+            Segment(first, min(first + size, len(layers)), self._at[f"rows{first // size % 2}"])
+            for first in range(0, len(layers), size)
+        ]
+        self._made = self.segments[0].launches
         self._tables = self._rope_tables(layers, self.step_address + positions)
-        self.layers = []
-        for number, (layer, mirror) in enumerate(zip(layers, mirrors, strict=True)):
-            record = self.step_address + records + SEQUENCE.itemsize * number
-            self.layers.append(self._layer(layer, mirror, record, self._at[f"rows{number % self.slots}"]))
+        for segment in self.segments:
+            self._made, rows = segment.launches, segment.rows
+            for number in range(segment.first, segment.last):
+                record = self.step_address + records + SEQUENCE.itemsize * number
+                self._layer(layers[number], mirrors[number], record, rows)
+                rows += 8 * m * layers[number].shape.kv_width
 
     def step(self, start_pos: int) -> np.ndarray:
         """The image for a step from `start_pos` on."""
@@ -130,21 +141,22 @@ class Program:
             cos, sin = (self._at[f"{name}{len(tables)}"] for name in ("cos", "sin"))
             tables[key] = cos, sin
             frequencies, pairs = layer.vectors["inverse_frequencies"], layer.shape.rope_pairs
-            launch = self._kernels.rope_rows(self._m, pairs, positions, frequencies, rope.magnitude_scale, cos, sin)
-            self.first.append(launch)
+            scale = rope.magnitude_scale
+            self._made.append(self._kernels.rope_rows(self._m, pairs, positions, frequencies, scale, cos, sin))
         return tables
 
     # --- a layer ---
 
-    def _layer(self, layer: TensorLayer, mirror: Mirror, record: int, rows: int) -> LayerLaunches:
-        made, at, kernels, m, shape = LayerLaunches(rows=rows), self._at, self._kernels, self._m, layer.shape
+    def _layer(self, layer: TensorLayer, mirror: Mirror, record: int, rows: int) -> None:
+        """Append the layer's launches; its K rows go to `rows`, its V rows behind them."""
+        made, at, kernels, m, shape = self._made, self._at, self._kernels, self._m, layer.shape
         spec, eps, vectors = layer.layer.attention, layer.layer.norm_eps, layer.vectors
         normed, attended = self._operand("normed"), self._attended(layer.scales[2])
 
-        made.before.append(kernels.norm_half(m, shape.hidden, self.hidden, vectors["attn_norm"], eps, normed))
+        made.append(kernels.norm_half(m, shape.hidden, self.hidden, vectors["attn_norm"], eps, normed))
         width = shape.query_width + 2 * shape.kv_width
         for weights, column in layer.qkv:
-            made.before.append(self._product(weights, normed, at["qkv"] + 4 * column, 4 * width))
+            made.append(self._product(weights, normed, at["qkv"] + 4 * column, 4 * width))
 
         heads = HeadShape(shape.n_heads, shape.n_kv_heads, shape.head_dim)
         q_scale, k_scale, v_scale = layer.scales
@@ -152,7 +164,7 @@ class Program:
         if spec.rope is not None:
             turns, (cos, sin) = RopeForm(spec.rope.layout, spec.rope.rot_dim), self._tables[layer.rope_key]
         prepare = kernels.attentions.prepare(heads, rope=turns, norm=qk_norm_form(layer.layer))
-        made.prepare = prepare.bind(
+        bound = prepare.bind(
             m,
             at["qkv"],
             at["q"],
@@ -169,11 +181,12 @@ class Program:
             k_scale=k_scale,
             v_scale=v_scale,
         )
-        attention = kernels.attentions.attention(heads, m, softcap=spec.softcap > 0)
+        made.append(bound)
+        attention = kernels.attentions.attention(heads, m, windowed=spec.window > 0, softcap=spec.softcap > 0)
         if attention.workspace > ATTENTION_WORKSPACE:
             raise DeviceError(f"the attention wants a workspace of {attention.workspace} bytes")
         maps = attention.maps([MirrorAddress(mirror.k, mirror.v, mirror.capacity)])
-        made.after.append(
+        made.append(
             attention.bind(
                 at["q"],
                 attended.half,
@@ -187,23 +200,21 @@ class Program:
                 softcap=spec.softcap,
             )
         )
-        self._into_hidden(made, layer.o, attended, vectors.get("post_attn_norm"), shape, eps)
-        made.after.append(kernels.norm_half(m, shape.hidden, self.hidden, vectors["ffn_norm"], eps, normed))
+        self._into_hidden(layer.o, attended, vectors.get("post_attn_norm"), shape, eps)
+        made.append(kernels.norm_half(m, shape.hidden, self.hidden, vectors["ffn_norm"], eps, normed))
         inner = self._operand("inner")
         if len(layer.gate_up) == 1:
-            made.after.append(
+            made.append(
                 self._product(layer.gate_up[0], normed, inner.half, 2 * shape.ffn, gate="swiglu", out_scale=inner.scale)
             )
         else:
             for weights, name in zip(layer.gate_up, ("gate", "up"), strict=True):
-                made.after.append(self._product(weights, normed, at[name], 4 * shape.ffn))
-            made.after.append(kernels.gated_half("swiglu", m, shape.ffn, at["gate"], at["up"], inner))
-        self._into_hidden(made, layer.down, inner, vectors.get("post_ffn_norm"), shape, eps)
-        return made
+                made.append(self._product(weights, normed, at[name], 4 * shape.ffn))
+            made.append(kernels.gated_half("swiglu", m, shape.ffn, at["gate"], at["up"], inner))
+        self._into_hidden(layer.down, inner, vectors.get("post_ffn_norm"), shape, eps)
 
     def _into_hidden(
         self,
-        made: LayerLaunches,
         weights: DeviceWeights,
         x: HalfRows,
         post_norm: int | None,
@@ -211,13 +222,13 @@ class Program:
         eps: float,
     ) -> None:
         """hidden += product(x), normed first where there is a post-norm."""
-        pitch = 4 * shape.hidden
+        made, pitch = self._made, 4 * shape.hidden
         if post_norm is None:
-            made.after.append(self._product(weights, x, self.hidden, pitch, add=True))
+            made.append(self._product(weights, x, self.hidden, pitch, add=True))
             return
         projected = self._at["projected"]
-        made.after.append(self._product(weights, x, projected, pitch))
-        made.after.append(self._kernels.norm_add(self._m, shape.hidden, self.hidden, projected, post_norm, eps))
+        made.append(self._product(weights, x, projected, pitch))
+        made.append(self._kernels.norm_add(self._m, shape.hidden, self.hidden, projected, post_norm, eps))
 
     def _product(
         self,

@@ -13,7 +13,8 @@ from frink_numba.kernels.tma import MAP_BYTES
 from frink_numba.layer import Layer
 
 STAGED_ROWS = 1024  # prefix rows that go up at a time
-FEW_ROWS = 64  # a batch whose K/V rows of all layers fit beside each other
+_SEGMENT_BYTES = 4 << 20  # of K/V rows that come down together
+_SEGMENTS = 8  # at most
 
 ATTENTION_WORKSPACE = 1 << 16
 
@@ -55,9 +56,11 @@ class TensorScratch:
             workspace=workspace,
         )
 
-    def slots(self, batch: int) -> int:
-        """Layers whose new float32 K/V rows are on the device at a time: they come down while the next layers run."""
-        return self.layers if batch <= FEW_ROWS else min(3, self.layers)
+    def segment(self, batch: int) -> int:
+        """Layers of a segment: their new float32 K/V rows come down together, while the next segment runs."""
+        nbytes = self.layers * 8 * batch * self.kv_width
+        segments = max(1, min(_SEGMENTS, self.layers, nbytes // _SEGMENT_BYTES))
+        return -(-self.layers // segments)
 
     def parts(self, batch: int, start_pos: int) -> dict[str, int]:
         """Bytes of every part, by name, in the order they lie in the block."""
@@ -82,8 +85,9 @@ class TensorScratch:
             parts["projected"] = 4 * batch * self.hidden
         if self.separate_gate:
             parts["gate"] = parts["up"] = 4 * batch * self.ffn
-        for slot in range(self.slots(batch)):
-            parts[f"rows{slot}"] = 8 * batch * self.kv_width
+        segment = self.segment(batch)
+        for slot in range(min(2, -(-self.layers // segment))):
+            parts[f"rows{slot}"] = segment * 8 * batch * self.kv_width
         for table in range(self.rope_tables):
             parts[f"cos{table}"] = parts[f"sin{table}"] = 4 * batch * self.rope_pairs
         if start_pos:
