@@ -18,7 +18,8 @@ from tests.golden.tiny import VARIANTS, golden_logits, tokens
 from tests.golden.tiny_gguf import content, write
 from tests.host.errors import worst_error
 
-FIRST = {variant.architecture: name for name, variant in reversed(VARIANTS.items())}  # a golden of each architecture
+# A golden of each architecture.
+FIRST = {variant.architecture: name for name, variant in reversed(VARIANTS.items())}
 
 
 def test_every_architecture_has_a_golden():

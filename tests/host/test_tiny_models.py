@@ -11,9 +11,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from frink_numba.host.decoder import Decoder
+from frink_numba.host.load import load
 from tests.golden.tiny import VARIANTS, golden_logits, tokens
 from tests.golden.tiny_gguf import Content, content, write
 from tests.host.errors import worst_error
+
+FIRST = {variant.architecture: name for name, variant in reversed(VARIANTS.items())}  # a golden of each architecture
 
 
 @pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if not variant.adapted])
@@ -23,6 +27,17 @@ def test_logits_are_transformers(name, tmp_path, run):
     logits = run(write(content(variant), tmp_path / "m.gguf"), tokens(variant), variant.context)
     assert logits.dtype == np.float32
     assert worst_error(logits, golden_logits(variant)) < 1e-5
+
+
+@pytest.mark.parametrize("name", FIRST.values())
+def test_chunks_and_single_tokens_give_the_same_logits(name, save, backends):
+    """Faults 1, 3, 7: windows, caps, mixtures and unrotated layers over a cache that grows."""
+    variant, ids = VARIANTS[name], tokens(VARIANTS[name])
+    with load(save(name)) as model, Decoder(model, backends) as decoder:
+        cache = decoder.new_cache()
+        parts = [decoder.prefill(ids[:90], cache, logits="all", chunk_size=13).logits]
+        parts += [decoder.decode(token, cache).logits[None] for token in ids[90:]]
+    assert worst_error(np.concatenate(parts), golden_logits(variant)) < 1e-5
 
 
 Edit = Callable[[Content], object]
