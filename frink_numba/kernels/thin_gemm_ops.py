@@ -15,7 +15,7 @@ from frink_numba.kernels.gemm_epilogue import Epilogue
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, SLAB, THREADS
 from frink_numba.kernels.gemm_store import activate, out_scales
 from frink_numba.kernels.ptx import Emitter, Register, emitted
-from frink_numba.kernels.thin_gemm_plan import WARPS, item_steps, partial_room, sum_registers
+from frink_numba.kernels.thin_gemm_plan import item_steps, partial_room, sum_registers
 
 # Four words at $4 where $5 is not 0, else zeros.
 _LOAD_OR_ZERO = (
@@ -166,7 +166,7 @@ def multiply_item(name: str, tokens: int) -> Any:
 
 
 @functools.cache
-def partial_ops(tokens: int, row_groups: int) -> tuple[Any, Any]:
+def partial_ops(tokens: int, warps: int, row_groups: int) -> tuple[Any, Any]:
     """(put(acc, address, lane), add_up(address) -> sums): a warp's sums in shared memory.
 
     `address`: where the lane's first 16 bytes lie in the warp's room, and in that of a row group's first warp. Parts
@@ -185,7 +185,7 @@ def partial_ops(tokens: int, row_groups: int) -> tuple[Any, Any]:
         out: list[Register] = []
         for k in range(0, size, 4):
             parts = []
-            for part in range(WARPS // row_groups):
+            for part in range(warps // row_groups):
                 at = address + (128 * k + part * row_groups * room)
                 parts.append(e.asm("ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", "f32x4", [at]))
             while len(parts) > 1:
