@@ -13,7 +13,8 @@ def embed(embedding: QuantMatrix, ids: np.ndarray, hyper: Hyperparameters) -> np
     """The hidden batch of the tokens `ids`: float32 [len(ids), hidden]."""
     hidden = dequantize_rows(embedding, ids)
     if hyper.embedding_scale != 1:
-        np.multiply(hidden, np.float32(hyper.embedding_scale), out=hidden)
+        with np.errstate(over="ignore"):  # infinities show in the logits
+            np.multiply(hidden, np.float32(hyper.embedding_scale), out=hidden)
     return hidden
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from frink_numba.errors import GgufError, UnsupportedModelError
 
+_SMALLEST, _LARGEST = 2.0**-126, 3.4e38  # of float32
 _MAX = 1 << 31  # no dimension or length of a sound file reaches it
 
 
@@ -75,7 +76,7 @@ class KeyReader:
         return tuple(layer % period != period - 1 for layer in range(layers))
 
     def number(self, key: str, *, default: float | None = None) -> float:
-        """A positive finite number."""
+        """A positive number that float32 holds without loss of digits."""
         if default is not None and not self.has(key):
             return default
         value = self._get(key)
@@ -83,6 +84,8 @@ class KeyReader:
             self.fail(key, f"holds a {type(value).__name__}; it must be a number")
         if not 0 < value < math.inf:
             self.fail(key, f"is {value}; it must be a positive number")
+        if not _SMALLEST <= value <= _LARGEST:
+            self.fail(key, f"is {value}; it must be a number that float32 can hold")
         return float(value)
 
     def text(self, key: str, *, default: str) -> str:

@@ -212,14 +212,35 @@ def test_frequency_factors_that_are_no_factors_are_refused(save, variant, name, 
         load(save(variant, spoil))
 
 
-@pytest.mark.parametrize("factor", [1e-320, 1e300])
-@pytest.mark.parametrize("variant", ["llama_linear", "llama_yarn"])
-def test_a_scaling_beyond_numbers_is_refused(save, variant, factor):
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+@pytest.mark.parametrize(("factor", "stored"), [(3e38, 8.0), (1.2e-38, 1e-38)])
+def test_a_scaling_beyond_numbers_is_refused(save, kind, factor, stored):
+    """Each alone is a number, their product is none."""
+
     def spoil(file):
-        file.metadata["llama.rope.scaling.factor"] = np.float64(factor)
+        facts = {"type": kind, "factor": factor, "original_context_length": 64}
+        file.metadata |= {f"llama.rope.scaling.{name}": value for name, value in facts.items()}
+        file.tensors["rope_freqs.weight"].fill(stored)
 
     with pytest.raises(GgufError, match=r"gives factors that are not positive numbers"):
-        load(save(variant, spoil))
+        load(save("llama_llama3", spoil))
+
+
+@pytest.mark.parametrize("bad", [1e308, 1e-45, 1e-320])
+@pytest.mark.parametrize("key", ["embedding_scale", "logit_scale", "attention.scale", "rope.scaling.factor"])
+def test_a_number_beyond_float32_is_refused(save, key, bad):
+    def spoil(file):
+        file.metadata[f"granite.{key}"] = np.float64(bad)
+
+    with pytest.raises(GgufError, match=rf"granite\.{key} is .*; it must be a number that float32 can hold"):
+        load(save("granite_tied", spoil))
+
+
+ spoil(file):
+        file.metadata["granite.embedding_scale"] = 3e38
+
+    logits = run(save("granite_tied", spoil), tokens(VARIANTS["granite_tied"])[:5])
+    assert not np.isfinite(logits).any()
 
 
 def test_factors_of_two_kinds_contradict(save):

@@ -28,11 +28,33 @@ def outcome(path):
         return type(error).__name__
 
 
+SMALL = {"hidden": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "ffn": 8, "layers": 2, "vocab": 24}
+FACTS = ("qwen2_grouped", "qwen2moe_shared", "gemma3_scaled", "phi3_longrope_partial", "olmo3_window", "granite_tied")
+
+
+def small(name):
+    """A variant so small that what is spoilt is mostly its facts."""
+    variant = replace(VARIANTS[name], **SMALL)
+    if variant.experts is not None:
+        variant = replace(variant, experts=replace(variant.experts, count=3, ffn=8, shared=8))
+    file = content(variant)
+    for factors in ("rope_factors_long.weight", "rope_factors_short.weight"):
+        if factors in file.tensors:
+            file.tensors[factors] = file.tensors[factors][: variant.rotary // 2]
+    for key, value in file.metadata.items():
+        if key.endswith("sliding_window_pattern"):
+            file.metadata[key] = value[: variant.layers]
+        elif variant.experts is not None and key.endswith(("expert_feed_forward_length", "shared_feed_forward_length")):
+            file.metadata[key] = 8
+        elif variant.experts is not None and key.endswith("expert_count"):
+            file.metadata[key] = 3
+    return file
+
+
 def run_cases(folder, numbers):
     """Outcomes of the spoilt files with these numbers; an unexpected error names its number."""
-    small = replace(VARIANTS["qwen2_grouped"], hidden=16, heads=2, kv_heads=1, head_dim=8, ffn=8, layers=2, vocab=24)
     sound = []
-    for number, file in enumerate((text_content(), content(small))):
+    for number, file in enumerate((text_content(), *map(small, FACTS))):
         data = write(file, folder / f"sound{number}.gguf").read_bytes()
         header = data.index(b"token_embd.weight") + 1800  # the names and shapes of the first tensors too
         sound.append((data, header))
@@ -40,7 +62,7 @@ def run_cases(folder, numbers):
     path = folder / "spoilt.gguf"
     for number in numbers:
         dice = random.Random(number)
-        data, header = sound[number % 2]
+        data, header = sound[number % len(sound)]
         path.unlink(missing_ok=True)
         path.write_bytes(spoil(data, header, dice))
         try:
