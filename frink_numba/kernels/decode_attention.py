@@ -154,7 +154,7 @@ def source_of(variant: DecodeKernel) -> Source:
     """What to compile for a variant. Half of the registers stay free for the launch that comes next, where they can."""
     build = functools.partial(decode_attention_kernel.build, variant)
     return Source(
-        f"decode_attention {variant!r}", build, THREADS, 2 if variant.head_dim * variant.query_tiles <= 256 else 1
+        f"decode_attention {variant!r}", build, THREADS, 2 if variant.head_dim * variant.query_tiles <= 128 else 1
     )
 
 

@@ -98,12 +98,11 @@ def build(variant: DecodeKernel) -> tuple[Any, Any]:
         add_values,
         fetch_ops,
         meet_ops,
-        prepare_head,
-        row_ops,
         score_keys,
         store_result,
         with_sink,
     )
+    from frink_numba.kernels.decode_attention_rows import prepare_head, row_ops
     from frink_numba.kernels.gemm_emit import zeros
     from frink_numba.kernels.instructions import (
         copies_pending,

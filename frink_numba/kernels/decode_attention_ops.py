@@ -16,12 +16,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from frink_numba.kernels.decode_attention_emit import NONE, exchange, exp2, flag, float_bits, larger, score_base, select
 from frink_numba.kernels.ptx import Emitter, Register, emitted
-from frink_numba.layer import RopeLayout
 
 LOAD_SHARED = "ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];"
 MMA = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$0,$1,$2,$3};"
-NONE = 0xFF800000  # minus infinity
 
 
 def q_row_bytes(head_dim: int) -> int:
@@ -32,166 +31,6 @@ def q_row_bytes(head_dim: int) -> int:
 def sums_row(head_dim: int) -> int:
     """float32 from query to query of a warp's sums in shared memory."""
     return head_dim + 4
-
-
-def _flag(e: Emitter, bit: Any) -> Register:
-    return Register(e, "u32", e.builder.zext(bit, e.constant("u32", 0).value.type))
-
-
-def _select(e: Emitter, bit: Any, yes: Register, no: Register) -> Register:
-    return Register(e, yes.kind, e.builder.select(bit, yes.value, no.value))
-
-
-def _float(e: Emitter, bits: int) -> Register:
-    return e.asm("mov.b32 $0, $1;", "f32", [e.constant("u32", bits)], pure=True)
-
-
-def _exp2(e: Emitter, x: Register) -> Register:
-    return e.asm("ex2.approx.ftz.f32 $0, $1;", "f32", [x], pure=True)
-
-
-def _larger(e: Emitter, a: Register, b: Register) -> Register:
-    return e.asm("max.f32 $0, $1, $2;", "f32", [a, b], pure=True)
-
-
-def _exchange(e: Emitter, x: Register, distance: int) -> Register:
-    return e.asm(f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;", "f32", [x])
-
-
-def _base(e: Emitter, m: Register) -> Register:
-    """What is subtracted from scores: the maximum, or 0 while no key was seen."""
-    seen = e.builder.fcmp_ordered(">", m.value, _float(e, NONE).value)
-    return _select(e, seen, m, e.constant("f32", 0.0))
-
-
-# ---- q, and the new rows of K and V ----------------------------------------------------------------------------------
-
-
-@functools.cache
-def prepare_head(head_dim: int, rot_dim: int, layout: RopeLayout, norm: bool) -> Any:
-    """prepare(source, weight, cos, sin, eps, lane) -> channels lane, lane + 32, ... of a head, after norm and RoPE."""
-    count = head_dim // 32
-    half = rot_dim // 2
-
-    @emitted(f"f32x{count}" if count > 1 else "f32", "u64", "u64", "u64", "u64", "f32", "u32")
-    def prepare(
-        e: Emitter, source: Register, weight: Register, cos: Register, sin: Register, eps: Register, lane: Register
-    ) -> Any:
-        b = e.builder
-
-        def load(pointer: Register, index: Register) -> Register:
-            return e.asm("ld.global.f32 $0, [$1];", "f32", [pointer + e.widen(index << 2)])
-
-        def less(a: Register, limit: int) -> Any:
-            return b.icmp_unsigned("<", a.value, e.constant("u32", limit).value)
-
-        own, partners, angles, turning, negative = [], [], [], [], []
-        for i in range(count):
-            channel = lane + 32 * i
-            own.append(load(source, channel))
-            if 32 * i >= rot_dim:
-                continue
-            inside = less(channel, rot_dim)
-            if layout is RopeLayout.NORM:
-                partner, angle = channel ^ 1, channel >> 1
-                first = b.icmp_unsigned("==", (channel & 1).value, e.constant("u32", 0).value)
-            else:
-                first = less(channel, half)
-                partner = _select(e, first, channel + half, channel - half)
-                angle = _select(e, first, channel, channel - half)
-            partner = _select(e, inside, partner, channel)
-            angle = _select(e, inside, angle, e.constant("u32", 0))
-            partners.append((load(source, partner), partner))
-            angles.append((load(cos, angle), load(sin, angle)))
-            turning.append(inside)
-            negative.append(first)
-        others = [value for value, _ in partners]
-        if norm:
-            total = own[0] * own[0]
-            for value in own[1:]:
-                total = total + value * value
-            for distance in (16, 8, 4, 2, 1):
-                total = total + _exchange(e, total, distance)
-            mean = total * (1.0 / head_dim) + eps
-            factor = e.asm("{\n.reg .f32 r;\nsqrt.rn.f32 r, $1;\nrcp.rn.f32 $0, r;\n}", "f32", [mean], pure=True)
-            own = [value * factor * load(weight, lane + 32 * i) for i, value in enumerate(own)]
-            others = [value * factor * load(weight, partner) for value, partner in partners]
-        out = []
-        for i, value in enumerate(own):
-            if i < len(others):
-                cosine, sine = angles[i]
-                swing = others[i] * sine
-                turned = value * cosine + _select(e, negative[i], e.constant("f32", 0.0) - swing, swing)
-                value = _select(e, turning[i], turned, value)
-            out.append(value)
-        return out if count > 1 else out[0]
-
-    return prepare
-
-
-@functools.cache
-def row_ops(head_dim: int) -> tuple[Any, Any, Any, Any]:
-    """What happens to a head's channels lane, lane + 32, ...:
-
-    load(source, lane) -> values; put_query(values, address, lane): f16 in shared memory, not-a-number for what f16
-    cannot hold; put_rows(values, address, lane): float32; put_mirror(keys, values, k_factor, v_factor, k, v, lane):
-    f16, and where anything is beyond f16 not-a-numbers for K and zeros for V, so that only who sees the row is spoilt.
-    """
-    count = head_dim // 32
-    many = f"f32x{count}" if count > 1 else "f32"
-
-    def listed(values: Any) -> list[Register]:
-        return list(values) if count > 1 else [values]
-
-    def held(e: Emitter, value: Register) -> Any:
-        """Whether a value rounds to a finite f16."""
-        magnitude = e.asm("abs.f32 $0, $1;", "f32", [value], pure=True)
-        return e.builder.fcmp_ordered("<", magnitude.value, e.constant("f32", 65520.0).value)
-
-    def put_half(e: Emitter, space: str, address: Register, value: Register) -> None:
-        template = f"{{\n.reg .b16 h;\ncvt.rn.f16.f32 h, $1;\nst.{space}.b16 [$0], h;\n}}"
-        e.asm(template, None, [address, value])
-
-    @emitted(many, "u64", "u32")
-    def load(e: Emitter, source: Register, lane: Register) -> Any:
-        start = source + e.widen(lane << 2)
-        out = [e.asm("ld.global.f32 $0, [$1];", "f32", [start + 128 * i]) for i in range(count)]
-        return out if count > 1 else out[0]
-
-    @emitted(None, many, "u32", "u32")
-    def put_query(e: Emitter, values: Any, address: Register, lane: Register) -> None:
-        for i, value in enumerate(listed(values)):
-            kept = _select(e, held(e, value), value, _float(e, 0x7FFFFFFF))
-            put_half(e, "shared", address + (lane << 1) + 64 * i, kept)
-
-    @emitted(None, many, "u64", "u32")
-    def put_rows(e: Emitter, values: Any, address: Register, lane: Register) -> None:
-        start = address + e.widen(lane << 2)
-        for i, value in enumerate(listed(values)):
-            e.asm("st.global.f32 [$0], $1;", None, [start + 128 * i, value])
-
-    @emitted(None, many, many, "f32", "f32", "u64", "u64", "u32")
-    def put_mirror(
-        e: Emitter,
-        keys: Any,
-        values: Any,
-        k_factor: Register,
-        v_factor: Register,
-        k: Register,
-        v: Register,
-        lane: Register,
-    ) -> None:
-        scaled = [[x * factor for x in listed(xs)] for xs, factor in ((keys, k_factor), (values, v_factor))]
-        good = functools.reduce(e.builder.and_, [held(e, x) for xs in scaled for x in xs])
-        vote = "{\n.reg .pred p;\nsetp.ne.u32 p, $1, 0;\nvote.sync.all.pred p, p, 0xffffffff;\nselp.u32 $0, 1, 0, p;\n}"
-        sound = e.builder.icmp_unsigned("!=", e.asm(vote, "u32", [_flag(e, good)]).value, e.constant("u32", 0).value)
-        instead = (_float(e, 0x7FFFFFFF), e.constant("f32", 0.0))
-        for xs, target, other in zip(scaled, (k, v), instead, strict=True):
-            start = target + e.widen(lane << 1)
-            for i, x in enumerate(xs):
-                put_half(e, "global", start + 64 * i, _select(e, sound, x, other))
-
-    return load, put_query, put_rows, put_mirror
 
 
 # ---- the main loop ---------------------------------------------------------------------------------------------------
@@ -247,8 +86,8 @@ def score_keys(head_dim: int, query_tiles: int, capped: bool) -> Any:
     """score(state, slot, q, key, lane, lasts, firsts, scale, cap) -> state, what sums shrink by, P^T as operands.
 
     16 keys from `key` on. slot: the warp's copy of them. q: shared memory, row g, channel 8t. lasts, firsts: the keys
-    that the lane's queries see (2t and 2t + 1 of each eight). state: maxima, then sums of weights. scale: makes powers of
-    two of products (with a cap: scores / cap; `cap` then makes powers of two of them).
+    that the lane's queries see (2t and 2t + 1 of each eight). state: maxima, then sums of weights. scale: makes
+    powers of two of products (with a cap: scores / cap; `cap` then makes powers of two of them).
     """
     pair = f"u32x{2 * query_tiles}"
 
@@ -271,7 +110,7 @@ def score_keys(head_dim: int, query_tiles: int, capped: bool) -> Any:
         g = lane >> 2
         maxima, totals = list(state[: 2 * query_tiles]), list(state[2 * query_tiles :])
         shrink, weights = [], []
-        none = _float(e, NONE)
+        none = float_bits(e, NONE)
         products = [[e.constant("f32", 0.0)] * 4 for _ in range(query_tiles)]
         start = slot + (lane << 4)
         for c in range(head_dim // 32):
@@ -288,7 +127,7 @@ def score_keys(head_dim: int, query_tiles: int, capped: bool) -> Any:
                 value = s[i] * scale
                 if capped:
                     # cap * tanh(x) = cap * (1 - 2 / (1 + e^2x))
-                    power = _exp2(e, value * 2.8853900817779268)
+                    power = exp2(e, value * 2.8853900817779268)
                     inverse = e.asm("rcp.approx.ftz.f32 $0, $1;", "f32", [power + 1.0], pure=True)
                     value = (e.constant("f32", 1.0) - inverse * 2.0) * cap
                 position = key + g + 8 if i >= 2 else key + g
@@ -296,17 +135,17 @@ def score_keys(head_dim: int, query_tiles: int, capped: bool) -> Any:
                 seen = b.and_(
                     b.icmp_signed("<=", position.value, last.value), b.icmp_signed(">=", position.value, first.value)
                 )
-                s[i] = _select(e, seen, value, none)
+                s[i] = select(e, seen, value, none)
             for v in range(2):
                 at = 2 * tile + v
-                top = _larger(e, s[v], s[v + 2])
+                top = larger(e, s[v], s[v + 2])
                 for distance in (4, 8, 16):
-                    top = _larger(e, top, _exchange(e, top, distance))
-                new = _larger(e, maxima[at], top)
-                base = _base(e, new)
-                shrink.append(_exp2(e, maxima[at] - base))
+                    top = larger(e, top, exchange(e, top, distance))
+                new = larger(e, maxima[at], top)
+                base = score_base(e, new)
+                shrink.append(exp2(e, maxima[at] - base))
                 maxima[at] = new
-                s[v], s[v + 2] = _exp2(e, s[v] - base), _exp2(e, s[v + 2] - base)
+                s[v], s[v + 2] = exp2(e, s[v] - base), exp2(e, s[v + 2] - base)
                 totals[at] = totals[at] * shrink[at] + (s[v] + s[v + 2])
             for i in (0, 2):
                 packed = e.asm("cvt.rn.f16x2.f32 $0, $2, $1;", "u32", [s[i], s[i + 1]], pure=True)
@@ -373,17 +212,17 @@ def meet_ops(head_dim: int, query_tiles: int, warps: int) -> tuple[Any, Any, Any
         for w in range(0, warps, 2):
             four = e.asm("ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", "f32x4", [states + query * (8 * warps) + 8 * w])
             pairs += [four[:2], four[2:]]
-        return pairs, functools.reduce(functools.partial(_larger, e), [m for m, _ in pairs])
+        return pairs, functools.reduce(functools.partial(larger, e), [m for m, _ in pairs])
 
     @emitted(None, f"f32x{4 * query_tiles}", "u32", "u32", "u32")
     def put_state(e: Emitter, state: list[Register], address: Register, lane: Register, warp: Register) -> None:
         for i in range(2 * query_tiles):
             total = state[2 * query_tiles + i]
             for distance in (4, 8, 16):
-                total = total + _exchange(e, total, distance)
+                total = total + exchange(e, total, distance)
             query = ((lane & 3) << 1) + (8 * (i >> 1) + (i & 1))
             at = address + query * (8 * warps) + (warp << 3)
-            with e.when(_flag(e, e.builder.icmp_unsigned("<", lane.value, e.constant("u32", 4).value))):
+            with e.when(flag(e, e.builder.icmp_unsigned("<", lane.value, e.constant("u32", 4).value))):
                 e.asm("st.shared.v2.f32 [$0], {$1,$2};", None, [at, state[i], total])
 
     @emitted(None, f"f32x{channels * query_tiles}", f"f32x{4 * query_tiles}", "u32", "u32", "u32", "u32")
@@ -401,7 +240,7 @@ def meet_ops(head_dim: int, query_tiles: int, warps: int) -> tuple[Any, Any, Any
             for v in range(2):
                 query = (t << 1) + (8 * tile + v)
                 _, top = facts(e, states, query)
-                factor = _exp2(e, state[2 * tile + v] - _base(e, top))
+                factor = exp2(e, state[2 * tile + v] - score_base(e, top))
                 start = address + (warp * queries + query) * row
                 for c in range(whole + bool(rest)):
                     count = 4 if c < whole else 2
@@ -417,10 +256,10 @@ def meet_ops(head_dim: int, query_tiles: int, warps: int) -> tuple[Any, Any, Any
     @emitted("f32x6", "u32", "u32", "u32", "u32")
     def add_up(e: Emitter, address: Register, states: Register, query: Register, quad: Register) -> list[Register]:
         pairs, top = facts(e, states, query)
-        base = _base(e, top)
+        base = score_base(e, top)
         total = e.constant("f32", 0.0)
         for m, part in pairs:
-            total = total + part * _exp2(e, m - base)
+            total = total + part * exp2(e, m - base)
         out = [e.constant("f32", 0.0)] * 4
         for w in range(warps):
             at = address + query * row + (quad << 4) + w * queries * row
@@ -435,9 +274,9 @@ def meet_ops(head_dim: int, query_tiles: int, warps: int) -> tuple[Any, Any, Any
 def with_sink(e: Emitter, sink: Register, top: Register, total: Register) -> list[Register]:
     """(sum of weights with the sink's, what the sums shrink by), for the sums' maximum `top` (as powers of two)."""
     power = sink * 1.4426950408889634
-    highest = _base(e, _larger(e, power, top))
-    lower = _exp2(e, top - highest)
-    return [total * lower + _exp2(e, power - highest), lower]
+    highest = score_base(e, larger(e, power, top))
+    lower = exp2(e, top - highest)
+    return [total * lower + exp2(e, power - highest), lower]
 
 
 @emitted(None, "u64", "f32x4", "f32")
@@ -464,7 +303,7 @@ def add_parts(
     """Eight parts from `first` on, as far as `count` goes: four channels of a query, its maximum and sum of weights."""
     values, pairs = [], []
     for i in range(8):
-        inside = _flag(e, e.builder.icmp_unsigned("<", (first + i).value, count.value))
+        inside = flag(e, e.builder.icmp_unsigned("<", (first + i).value, count.value))
         index = e.widen(first + i)
         values.append(
             e.asm(
@@ -484,12 +323,12 @@ def add_parts(
                 [states + index * e.widen(states_stride), inside],
             )
         )
-    top = functools.reduce(functools.partial(_larger, e), [so_far[4], *(m for m, _ in pairs)])
-    base = _base(e, top)
-    shrink = _exp2(e, so_far[4] - base)
+    top = functools.reduce(functools.partial(larger, e), [so_far[4], *(m for m, _ in pairs)])
+    base = score_base(e, top)
+    shrink = exp2(e, so_far[4] - base)
     out, total = [x * shrink for x in so_far[:4]], so_far[5] * shrink
     for four, (m, part) in zip(values, pairs, strict=True):
-        factor = _exp2(e, m - base)
+        factor = exp2(e, m - base)
         total = total + part * factor
         out = [a + x * factor for a, x in zip(out, four, strict=True)]
     return [*out, top, total]

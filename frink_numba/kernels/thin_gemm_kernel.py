@@ -129,17 +129,14 @@ def build(gemm: ThinGemm) -> Any:
     )
     from frink_numba.kernels.ptx import instruction, numba_type, shared_address
     from frink_numba.kernels.thin_gemm_ops import (
-        copy_rows,
         exchange_ops,
         fetch_item,
         multiply_item,
-        norm_facts,
-        norm_ops,
-        out_power,
         partial_ops,
         store_quarter,
         token_values,
     )
+    from frink_numba.kernels.thin_gemm_rows import copy_rows, norm_facts, norm_ops, out_power
 
     kind, T, R = gemm.row, gemm.tokens, gemm.row_groups
     SHIFT, WARPS, THREADS = R.bit_length() - 1, gemm.tuning.warps, gemm.threads
