@@ -236,13 +236,6 @@ def test_a_number_beyond_float32_is_refused(save, key, bad):
         load(save("granite_tied", spoil))
 
 
- spoil(file):
-        file.metadata["granite.embedding_scale"] = 3e38
-
-    logits = run(save("granite_tied", spoil), tokens(VARIANTS["granite_tied"])[:5])
-    assert not np.isfinite(logits).any()
-
-
 def test_factors_of_two_kinds_contradict(save):
     def add(file):
         file.tensors["rope_freqs.weight"] = np.ones(8, np.float32)
