@@ -6,7 +6,8 @@ The dispatcher never touches a cache: it answers every layer's K/V rows, and the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from frink_numba.errors import BackendError, CacheError, ShapeError
 from frink_numba.layer import Layer
 from frink_numba.log import warn_once
 from frink_numba.plan import Plan, PlanRow, fold
-from frink_numba.registry import HOST, Factory, create_backends, describe, resolve_order
+from frink_numba.registry import HOST, PLUGIN_ERRORS, Factory, create_backends, describe, resolve_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class Dispatcher:
         for backend in self.backends:
             try:
                 backend.close()
-            except Exception as error:  # a plugin may raise anything
+            except PLUGIN_ERRORS as error:
                 warn_once(f"backend {backend.name} failed to close: {describe(error)}")
 
     def run(self, step: Step) -> StepResult:
@@ -82,6 +83,7 @@ class Dispatcher:
         _check_step(step)
         assert step.hidden is not None
         result = StepResult(step.hidden, [], [], {}, [])
+        step = replace(step, hidden=_read_only(step.hidden))  # the one that backends are asked about
         barred: dict[int, list[tuple[str, str]]] = {}  # layer -> backends that failed there in this step
         l = 0  # noqa: E741
         while l < len(self.layers):
@@ -173,7 +175,7 @@ class Dispatcher:
                 _check_run(run, self.layers, l, length, step)
                 return run, ""
             return None, "its run failed"  # it has said why
-        except Exception as error:  # a plugin may raise anything
+        except PLUGIN_ERRORS as error:
             failure = f"its run failed: {describe(error)}"
             warn_once(f"backend {backend.name}: {failure}; the next in the order takes over")
             return None, failure
@@ -185,14 +187,24 @@ class Dispatcher:
         return f"{self.order.source}: no backend serves layer {l} ({'; '.join(reasons)}){remedy}"
 
 
+_STEP_FIELDS = tuple(field.name for field in fields(Step))
+_fields = attrgetter(*_STEP_FIELDS)
+
+
 def _ask(backend: Backend, l: int, step: Step) -> Serve | Decline:  # noqa: E741
     """`can_serve`, with a plugin's misbehaviour turned into a reason (B2)."""
     if backend.name == HOST:
         return backend.can_serve(l, step)
+    before = _fields(step)
     try:
         answer = backend.can_serve(l, step)
-    except Exception as error:  # a plugin may raise anything
-        return Decline(f"can_serve failed: {describe(error)}")
+    except PLUGIN_ERRORS as error:
+        answer = Decline(f"can_serve failed: {describe(error)}")
+    # The step itself, and no copy, is what is asked about: a backend may keep what it found out about it.
+    if any(now is not then for now, then in zip(_fields(step), before, strict=True)):
+        for name, value in zip(_STEP_FIELDS, before, strict=True):
+            setattr(step, name, value)
+        return Decline("can_serve changed the step, which is not its own")
     if isinstance(answer, Serve) and isinstance(answer.note, str):
         return answer
     if isinstance(answer, Decline) and isinstance(answer.reason, str):

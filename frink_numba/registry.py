@@ -24,6 +24,9 @@ AUTO = "auto"
 HOST = "host"
 PLUGIN_PRIORITY = 50
 
+PLUGIN_ERRORS = (Exception, SystemExit)
+"""What a plugin may raise without taking the engine down (B2); KeyboardInterrupt is the user's, and passes."""
+
 Factory = Callable[..., Backend]
 """`factory(layers)`, or `factory(layers, device="1")` for a name such as "cuda:1"; raises BackendUnavailable."""
 
@@ -127,7 +130,7 @@ def resolve_order(backends: str | Sequence[str] | None = None) -> Order:
         source = f"FRINK_BACKEND={backends!r}"
     else:
         source = f"backends={backends!r}"
-    asked = [word.strip() for word in (backends.split(",") if isinstance(backends, str) else backends)]
+    asked = [word.strip() for word in _words(backends, source)]
     asked = [word for word in asked if word]
     if not asked:
         raise SettingError(f"{source}: names no backend; known: auto, {', '.join(known_backends())}")
@@ -142,6 +145,13 @@ def resolve_order(backends: str | Sequence[str] | None = None) -> Order:
         if HOST not in asked:
             names.append(HOST)
     return Order(tuple(dict.fromkeys(names)), frozenset(asked) - {AUTO}, source)
+
+
+def _words(backends: str | Sequence[str], source: str) -> Sequence[str]:
+    words = backends.split(",") if isinstance(backends, str) else backends
+    if not isinstance(words, Sequence) or not all(isinstance(word, str) for word in words):
+        raise SettingError(f"{source}={backends!r}: expected names of backends, as a list or with commas between them")
+    return words
 
 
 def _check_known(word: str, source: str) -> None:
@@ -161,7 +171,7 @@ def _by_priority() -> list[str]:
         if priority is None:
             try:
                 priority = int(getattr(entry.factory(), "priority", PLUGIN_PRIORITY))
-            except Exception as error:  # a plugin may raise anything
+            except PLUGIN_ERRORS as error:
                 warn_once(f"backend plugin {entry.name!r} is skipped: {describe(error)}")
                 continue
         ranked.append((-priority, entry.name))
@@ -191,7 +201,7 @@ def create_backends(
             backend = _create(name, layers, host)
         except BackendUnavailable as error:
             reason, quiet = str(error), error.absent and name not in order.named
-        except Exception as error:  # a plugin may raise anything
+        except PLUGIN_ERRORS as error:
             reason, quiet = describe(error), False
         else:
             made.append(backend)

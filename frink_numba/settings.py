@@ -50,7 +50,10 @@ def parse_bytes(value: str) -> int:
 def _folder(value: str) -> Path:
     if not value.strip():
         raise ValueError("expected a folder")
-    return Path(value).expanduser()
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:  # ~ of a user that does not exist
+        raise ValueError(f"expected a folder: {error}") from None
 
 
 def _tier(value: str) -> str:

@@ -198,6 +198,57 @@ def test_a_misbehaving_can_serve_is_a_decline_with_its_reason(answer: object):
     assert d.run(step).served[0].backend == "host"
 
 
+class _Meddler(FakeBackend):
+    """Changes the step that it is asked about."""
+
+    def can_serve(self, l, step):  # noqa: E741
+        step.start_pos, step.hidden_after, step.hidden, step.caches = 9, frozenset({0}), None, []
+        return super().can_serve(l, step)
+
+
+def test_a_backend_that_changes_the_step_is_declined_and_harms_nobody():
+    """B1: asking has no side effect, so that one that has is no answer; the step stands as it was."""
+    step = make_step(3)
+    fields = (step.start_pos, step.hidden_after, step.hidden, step.caches)
+    meddler, host = _Meddler("meddler", range(3)), FakeBackend("host", range(3))
+    engine = dispatcher(step, meddler, host=host)
+    plan = engine.plan(step)
+    assert plan.rows[0].declined == (("meddler", "can_serve changed the step, which is not its own"),)
+    assert engine.run(step).served[0].backend == "host"
+    assert (host.runs, meddler.runs) == ([(0, 3)], [])
+    assert all(
+        a is b for a, b in zip((step.start_pos, step.hidden_after, step.hidden, step.caches), fields, strict=True)
+    )
+
+
+def test_the_hidden_batch_of_a_question_cannot_be_written_to():
+    step = make_step(1)
+
+    class Writer(FakeBackend):
+        def can_serve(self, l, step):  # noqa: E741
+            step.hidden[0, 0] = 99
+            return Serve()
+
+    host = FakeBackend("host", [0])
+    result = dispatcher(step, Writer("writer", [0]), host=host).run(step)
+    np.testing.assert_array_equal(result.hidden, step.hidden + np.float32(1))
+    assert step.hidden[0, 0] == 0
+
+
+@pytest.mark.parametrize("where", ["can_serve", "run", "close"])
+def test_an_interrupt_of_the_user_passes_through_a_plugin(where: str):
+    step = make_step(1)
+    mine = FakeBackend("mine", [0])
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    setattr(mine, where, interrupted)
+    engine = dispatcher(step, mine, host=FakeBackend("host", [0]))
+    with pytest.raises(KeyboardInterrupt):
+        engine.close() if where == "close" else engine.run(step)
+
+
 def test_an_error_of_the_host_is_raised():
     step = make_step(1)
     host = FakeBackend("host", range(1))

@@ -36,6 +36,7 @@ def test_bytes(text: str, value: int, monkeypatch: pytest.MonkeyPatch):
     [
         ("OMP_NUM_THREADS", "0"),
         ("OMP_NUM_THREADS", "many"),
+        ("FRINK_CACHE_DIR", "~nosuchuser/cache"),
         ("FRINK_DEBUG", "maybe"),
         ("FRINK_DEBUG", "2"),
         ("FRINK_HOST_WEIGHTS", "-1"),

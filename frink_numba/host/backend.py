@@ -59,7 +59,7 @@ class HostBackend:
         scratch = self._take_scratch()
         try:
             # Infinities and NaNs travel to the output, where they show; exp(-x) may overflow on its way to 1/(1+inf).
-            with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+            with np.errstate(over="ignore", invalid="ignore", divide="ignore", under="ignore"):
                 return _run(layers, l, step, self._store, scratch)
         finally:
             self._give_scratch(scratch)

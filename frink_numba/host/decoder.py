@@ -15,7 +15,7 @@ from frink_numba.dispatch import Dispatcher
 from frink_numba.errors import CacheError, Cancelled, FrinkError, PromptError, SettingError
 from frink_numba.host.backend import HostBackend
 from frink_numba.host.edges import bend_logits, embed
-from frink_numba.host.integers import checked_integer
+from frink_numba.host.integers import checked_integer, shown
 from frink_numba.host.kv_cache import KVCache
 from frink_numba.host.model import Model
 from frink_numba.host.rms_norm import rms_norm
@@ -94,8 +94,8 @@ class Decoder:
         """
         self._open()
         ids = self._checked_tokens(tokens)
-        if logits not in ("last", "all", None):
-            raise SettingError(f"logits={logits!r}: expected 'last', 'all' or None")
+        if logits is not None and not (isinstance(logits, str) and logits in ("last", "all")):
+            raise SettingError(f"logits={shown(logits)}: expected 'last', 'all' or None")
         chunk_size = checked_integer("chunk_size", chunk_size, 1)
         wanted = self._checked_layers(hidden)
         self._check_cache(cache, len(ids), start)
@@ -143,6 +143,8 @@ class Decoder:
         from frink_numba.host.sampling import Sampling
 
         self._open()
+        if cache is not None:
+            _check_is_cache(cache)
         return Generation(
             self,
             encode_prompt(self.model, prompt, chat=chat, special=special, begins=cache is None or not cache.positions),
@@ -224,7 +226,7 @@ class Decoder:
         model = self.model
         normed = np.empty_like(hidden)
         weight = model.output_norm[:, None]
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             rms_norm(hidden.T, weight, model.hyper.norm_eps, normed.T, self._scratch)
             model.weights.matmul(normed, model.output, out=out)
             bend_logits(out, model.hyper)
@@ -256,11 +258,19 @@ class Decoder:
         return ids.astype(np.int64, copy=False)
 
     def _checked_layers(self, layers: Collection[int]) -> frozenset[int]:
+        if isinstance(layers, str) or not isinstance(layers, Collection | np.ndarray):
+            raise SettingError(f"hidden={shown(layers)}: expected numbers of layers, such as (0, 5)")
         return frozenset(checked_integer("hidden", layer, 0, len(self._open().layers) - 1) for layer in layers)
 
     def _check_cache(self, cache: KVCache, count: int, start: int | None) -> None:
         """The cache is this model's, it is at `start` if that is given, and `count` more tokens fit."""
         layers = self._open().layers
+        _check_is_cache(cache)
+        if cache.context_length > self.model.context_length:
+            raise CacheError(
+                f"the cache is for {cache.context_length} positions, but the model's context is "
+                f"{self.model.context_length}: make one with decoder.new_cache()"
+            )
         if len(cache) != len(layers):
             raise CacheError(f"the cache has {len(cache)} layers, the model {len(layers)}: it is another model's")
         for number, (layer, rows) in enumerate(zip(layers, cache, strict=True)):
@@ -271,9 +281,14 @@ class Decoder:
                     f"channels, the model has {spec.n_kv_heads} of {spec.head_dim}: it is another model's"
                 )
         at = cache.positions
-        if start is not None and start != at:
+        if start is not None and checked_integer("start", start, 0) != at:
             raise CacheError(f"the cache is at position {at}, not at {start}; truncate it or prefill the difference")
         if at + count > cache.context_length:
             raise PromptError(
                 f"{count} tokens do not fit behind the cache's {at}: the context is {cache.context_length} tokens"
             )
+
+
+def _check_is_cache(cache: KVCache) -> None:
+    if not isinstance(cache, KVCache):
+        raise CacheError(f"the cache is a {type(cache).__name__}; make one with decoder.new_cache()")

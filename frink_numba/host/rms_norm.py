@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from frink_numba.host.scratch import Scratch
@@ -16,15 +18,20 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray, scr
     """
     channels, n = x.shape[-2:]
     if n == 1 and x.ndim == 2:
-        scale = (float(np.vdot(x, x)) / channels + eps) ** -0.5
-        np.multiply(x, weight, out=out)
-        np.multiply(out, scale, out=out)
+        total = float(np.vdot(x, x))
+        if math.isinf(total):
+            total = float(_large_sums(x)[0, 0])
+        mean = total / channels + eps
+        np.multiply(x, mean**-0.5 if mean else math.inf, out=out)
+        np.multiply(out, weight, out=out)
         return out
     squares = scratch.array("norm squares", *x.shape)
     np.multiply(x, x, out=squares)
     if channels % _PARTS == 0:
         squares = np.add.reduce(squares.reshape(*x.shape[:-2], _PARTS, channels // _PARTS, n), axis=-3)
     scale = np.add.reduce(squares, axis=-2, keepdims=True)
+    if np.isinf(scale).any():
+        scale = _large_sums(x)
     scale *= 1.0 / channels
     scale += eps
     np.sqrt(scale, out=scale)
@@ -32,3 +39,8 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray, scr
     np.multiply(x, scale, out=out)
     np.multiply(out, weight, out=out)
     return out
+
+
+def _large_sums(x: np.ndarray) -> np.ndarray:
+    """Sums of squares [..., 1, n] in float64: beyond 1e19 a number's square is infinite in float32, its norm is not."""
+    return np.sum(np.square(x, dtype=np.float64), axis=-2, keepdims=True)

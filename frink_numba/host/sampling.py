@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from frink_numba.errors import FrinkError, SettingError
-from frink_numba.host.integers import checked_integer
+from frink_numba.host.integers import checked_integer, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,24 @@ class Sampling:
         checked_integer("top_k", self.top_k, 0)
         if self.seed is not None:
             checked_integer("seed", self.seed, 0)
-        _check("temperature", self.temperature, lambda t: 0 <= t < math.inf, "a number from 0 up")
-        _check("top_p", self.top_p, lambda p: 0 < p <= 1, "a number above 0, at most 1")
-        _check("min_p", self.min_p, lambda p: 0 <= p <= 1, "a number from 0 to 1")
-        _check("repetition_penalty", self.repetition_penalty, lambda r: 0 < r < math.inf, "a positive number")
+        self._check("temperature", lambda t: 0 <= t < math.inf, "a number from 0 up")
+        self._check("top_p", lambda p: 0 < p <= 1, "a number above 0, at most 1")
+        self._check("min_p", lambda p: 0 <= p <= 1, "a number from 0 to 1")
+        # Of float32 logits, those times or by such a penalty are still finite.
+        self._check("repetition_penalty", lambda r: 1e-6 <= r <= 1e6, "a number from 0.000001 to 1000000")
 
-
-def _check(name: str, value: object, good: Callable[[float], bool], what: str) -> None:
-    if not isinstance(value, int | float) or not good(value):
-        raise SettingError(f"{name}={value!r}: expected {what}")
+    def _check(self, name: str, good: Callable[[float], bool], what: str) -> None:
+        """Keep the field as float; NumPy's numbers are numbers, too."""
+        value = getattr(self, name)
+        try:
+            if isinstance(value, str | bytes | bool | np.bool_):
+                raise TypeError
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
+            raise SettingError(f"{name}={shown(value)}: expected {what}") from None
+        if not good(number):
+            raise SettingError(f"{name}={shown(value)}: expected {what}")
+        object.__setattr__(self, name, number)
 
 
 class Sampler:
@@ -84,7 +93,12 @@ class Sampler:
         if 0 < s.top_k < len(scores):
             ids = np.flatnonzero(scores >= np.partition(scores, -s.top_k)[-s.top_k])
             scores = scores[ids]
-        weights = np.exp((scores.astype(np.float64) - float(scores.max())) / s.temperature)
+        peak = scores.max()
+        if np.isinf(peak):  # those at infinity share all there is
+            weights = (scores == peak).astype(np.float64)
+        else:
+            with np.errstate(over="ignore"):  # of a tiny temperature: minus infinity, which is no weight
+                weights = np.exp((scores.astype(np.float64) - float(peak)) / s.temperature)
         p = weights / weights.sum()
         if s.top_p < 1:
             ids, p = _nucleus(ids, p, s.top_p)
@@ -97,7 +111,8 @@ class Sampler:
         penalty = self.sampling.repetition_penalty
         if penalty == 1:
             return logits
-        scaled = np.where(logits > 0, logits / penalty, logits * penalty)
+        with np.errstate(over="ignore"):
+            scaled = np.where(logits > 0, logits / penalty, logits * penalty)
         return np.where(self._seen, scaled, logits)
 
 

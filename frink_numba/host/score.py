@@ -63,5 +63,11 @@ def log_softmax_at(logits: np.ndarray, targets: Sequence[int]) -> np.ndarray:
 
 
 def perplexity(log_probabilities: np.ndarray) -> float:
-    """exp of the mean negative log-probability: 1 for a text that was certain, the vocabulary's size for a guess."""
-    return math.exp(-float(np.mean(log_probabilities)))
+    """exp of the mean negative log-probability: 1 for a text that was certain, the vocabulary's size for a guess.
+
+    Infinite beyond what a float holds.
+    """
+    try:
+        return math.exp(-float(np.mean(log_probabilities)))
+    except OverflowError:
+        return math.inf

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from frink_numba.errors import SettingError
+from frink_numba.host.integers import shown
 
 
 class StopText:
@@ -14,9 +15,11 @@ class StopText:
     not depend on how the text is cut into pushes.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
-            raise SettingError(f"stop={stops!r}: expected a list of strings, none of them empty")
+    def __init__(self, stops: Collection[str]) -> None:
+        if isinstance(stops, str) or not isinstance(stops, Collection):
+            raise SettingError(f"stop={shown(stops)}: expected a list of strings")
+        if not all(isinstance(stop, str) and stop for stop in stops):
+            raise SettingError(f"stop={shown(stops)}: expected a list of strings, none of them empty")
         self.stops = tuple(stops)
         self.found: str | None = None
         self._held = ""

@@ -7,6 +7,7 @@ that could make much out of little say beforehand how much it will be.
 from __future__ import annotations
 
 import json
+import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
@@ -27,10 +28,11 @@ _BLANKS = "".join(chr(code) for code in range(0x3001) if chr(code).isspace())  #
 
 # jinja's own filters that make no more than they take.
 _MODEST = (
-    *("abs", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float"),
-    *("items", "last", "length", "lower", "map", "max", "min", "reject", "rejectattr", "reverse", "safe"),
-    *("select", "selectattr", "title", "trim", "unique", "upper"),
+    *("abs", "capitalize", "count", "d", "default", "e", "escape", "first", "float"),
+    *("items", "last", "length", "lower", "map", "reject", "rejectattr", "reverse", "safe"),
+    *("select", "selectattr", "title", "trim", "upper"),
 )
+_COMPARING = ("dictsort", "groupby", "max", "min", "sort", "unique")
 
 
 class Refused(TemplateError):
@@ -144,6 +146,72 @@ def as_list(value: Iterable[Any]) -> Sequence[Any]:
     return items
 
 
+def charge_tree(value: Any) -> None:
+    """Pay for all text and items in `value`, counted anew wherever they are shared: what comparing it may take."""
+    charge, left = current.get().charge, [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            charge(len(item))
+        elif isinstance(item, dict | list | tuple):
+            charge(_PER_ITEM * len(item))
+            left += item
+            if isinstance(item, dict):
+                left += item.values()
+
+
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "lteq": operator.le,
+    "gt": operator.gt,
+    "gteq": operator.ge,
+    "in": lambda item, container: item in container,
+    "notin": lambda item, container: item not in container,
+}
+
+
+def compared(left: Any, *rest: Any) -> Any:
+    """left op right, or a chain of them: (operator, operand) one behind the other. A step each, and paid for."""
+    result: Any = True
+    for name, right in zip(rest[::2], rest[1::2], strict=True):
+        if name in ("in", "notin"):
+            right = _searchable(left, right)
+        else:
+            _charge_comparison(left, right)
+        current.get().step()
+        result = _COMPARISONS[name](left, right)
+        if not result:
+            return result
+        left = right
+    return result
+
+
+def _charge_comparison(left: Any, right: Any) -> None:
+    if isinstance(left, str) and isinstance(right, str):
+        current.get().charge(min(len(left), len(right)))
+    elif isinstance(left, dict | list | tuple) and isinstance(right, dict | list | tuple):
+        charge_tree(left)
+        charge_tree(right)
+
+
+def _searchable(item: Any, container: Any) -> Any:
+    """`container` after payment for a search through it; the items of an iterator as a list."""
+    if isinstance(container, str):
+        current.get().charge(len(container))
+        return container
+    if isinstance(container, Mapping | Undefined):
+        charge_tree(item)
+        return container
+    container = as_list(container)
+    charge = current.get().charge
+    for other in container:
+        charge(1)
+        _charge_comparison(item, other)
+    return container
+
+
 def charge_split(text: str, separator: str | None) -> None:
     """Pay for the parts of `text`, at most one more than it has separators; None: blanks and line ends."""
     signs = sum(map(text.count, _BLANKS)) if separator is None else text.count(separator)
@@ -218,19 +286,23 @@ def _small(number: int, what: str) -> int:
     return number
 
 
-def _guarded(function: Callable[..., Any], lists: bool = False) -> Callable[..., Any]:
+def _guarded(function: Callable[..., Any], lists: bool = False, compares: bool = False) -> Callable[..., Any]:
     """A filter that is a step and pays for its result. jinja's marks on `function` are kept.
 
-    One that `lists` makes a list of its value, the first argument behind what jinja passes by those marks.
+    One that `lists` makes a list of its value, the first argument behind what jinja passes by those marks; one that
+    `compares` does too, and pays for all that is in it.
     """
 
     @wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         budget = current.get()
         budget.step()
-        if lists:
+        if lists or compares:
             place = int(isinstance(args[0], Environment | EvalContext))
-            args = (*args[:place], as_list(args[place]), *args[place + 1 :])
+            value = args[place] if isinstance(args[place], dict) else as_list(args[place])
+            args = (*args[:place], value, *args[place + 1 :])
+            if compares:
+                charge_tree(value)
         result = function(*args, **kwargs)
         if isinstance(result, str):
             budget.charge(len(result))
@@ -252,7 +324,7 @@ def strftime_now(format: str) -> str:
 
 
 def all_filters() -> dict[str, Callable[..., Any]]:
-    """The filters of a chat template, by name, and the sandbox's own: `joined`, `paid` and `weighed`."""
+    """The filters of a chat template, by name, and the sandbox's own: `compared`, `joined`, `paid` and `weighed`."""
     own: dict[str, Callable[..., Any]] = {
         "indent": _indent,
         "int": _int,
@@ -263,8 +335,28 @@ def all_filters() -> dict[str, Callable[..., Any]]:
         "sum": _sum,
         "tojson": _tojson,
         "joined": joined,
+        "compared": compared,
     }
     modest = {name: filters.FILTERS[name] for name in _MODEST}
     guarded = {name: _guarded(function) for name, function in (modest | own).items()}
-    listing = {name: _guarded(filters.FILTERS[name], lists=True) for name in ("groupby", "list", "sort")}
-    return guarded | listing | {"weighed": weighed, "paid": paid}
+    guarded["list"] = _guarded(filters.FILTERS["list"], lists=True)
+    comparing = {name: _guarded(filters.FILTERS[name], compares=True) for name in _COMPARING}
+    return guarded | comparing | {"weighed": weighed, "paid": paid}
+
+
+def all_tests() -> dict[str, Callable[..., Any]]:
+    """The tests that compare, under all of jinja's names for them; they are paid for like operators."""
+    names = {
+        "eq": ("eq", "equalto", "=="),
+        "ne": ("ne", "!="),
+        "lt": ("lt", "lessthan", "<"),
+        "lteq": ("le", "<="),
+        "gt": ("gt", "greaterthan", ">"),
+        "gteq": ("ge", ">="),
+        "in": ("in",),
+    }
+    return {name: _test(operation) for operation, all_names in names.items() for name in all_names}
+
+
+def _test(operation: str) -> Callable[[Any, Any], Any]:
+    return lambda value, other: compared(value, operation, other)

@@ -23,10 +23,12 @@ from frink_numba.host.template_filters import (
     Budget,
     Refused,
     all_filters,
+    all_tests,
     as_list,
     charge_join,
     charge_replace,
     charge_split,
+    charge_tree,
     concat,
     current,
     raise_exception,
@@ -101,7 +103,7 @@ class _Generation(Extension):
 
 
 class _Rewrite(NodeTransformer):
-    """Routes loops, `~`, slices and the containers that a template writes through the budget."""
+    """Routes loops, `~`, comparisons, slices and the containers that a template writes through the budget."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -111,6 +113,13 @@ class _Rewrite(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         return _filtered(nodes.List(node.nodes, lineno=node.lineno), "joined")
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        arguments: list[nodes.Expr] = []
+        for operand in node.ops:
+            arguments += [nodes.Const(operand.op), operand.expr]
+        return nodes.Filter(node.expr, "compared", arguments, [], None, None, lineno=node.lineno)
 
     def visit_List(self, node: nodes.List | nodes.Dict) -> nodes.Node:
         self.generic_visit(node)
@@ -159,6 +168,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.filters = {**all_filters(), "counted": _Counted}
+        self.tests = {**self.tests, **all_tests()}
         del self.globals["lipsum"]
         self.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
 
@@ -182,6 +192,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         if isinstance(owner, str):
             budget.charge(len(owner))
             args = _paid_arguments(owner, obj.__name__, args, kwargs)
+        elif isinstance(owner, list | tuple):  # its count and index compare
+            charge_tree((owner, args))
         elif isinstance(obj, LoopContext) and args:  # a recursive loop's next level
             args = (_Counted(args[0]), *args[1:])
         return super().call(context, obj, *args, **kwargs)

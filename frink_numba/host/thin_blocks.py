@@ -1,7 +1,7 @@
 """Block formats expanded in registers: for each kind, the 32 elements of a part of a block as two times 16 lanes.
 
-The values are those of `dequantize_blocks`, bit for bit; the sources of the layouts are named there. `at` is the block's
-address, `part` counts the block's runs of 32 elements.
+The values are those of `dequantize_blocks`, bit for bit; the sources of the layouts are named there. `at` is the
+block's address, `part` counts the block's runs of 32 elements.
 """
 
 from __future__ import annotations

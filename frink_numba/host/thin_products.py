@@ -1,7 +1,7 @@
 """Products of weights with one to four columns straight from the quantized bytes, where numba is installed.
 
 A product with a single column is bound by the bytes of its weights: 4 to 8 bits an element here, 32 in NumPy. The
-weights take no memory beyond the mapped file. The kernels are in thin_kernels.py, which only the compiling process imports.
+weights take no memory beyond the mapped file. The kernels are in thin_kernels.py, imported where they are compiled.
 """
 
 from __future__ import annotations

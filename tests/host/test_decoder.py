@@ -348,6 +348,11 @@ def test_another_models_cache_is_refused(open_decoder, decoder):
         ({"hidden": (3,)}, "hidden=3: expected an integer from 0 to 2"),
         ({"hidden": (-1,)}, "hidden=-1"),
         ({"hidden": ("a",)}, "hidden='a'"),
+        ({"hidden": None}, "hidden=None: expected numbers of layers"),
+        ({"hidden": 1}, "hidden=1: expected numbers of layers"),
+        ({"hidden": "01"}, "hidden='01': expected numbers of layers"),
+        ({"logits": ["last"]}, r"logits=\['last'\]"),
+        ({"start": 0.5}, r"start=0\.5: expected an integer"),
     ],
 )
 def test_bad_arguments_are_named(decoder, arguments, words):
@@ -355,6 +360,35 @@ def test_bad_arguments_are_named(decoder, arguments, words):
     with pytest.raises(SettingError, match=words):
         decoder.prefill(TOKENS[:5], cache, **arguments)
     assert cache.positions == 0
+
+
+@pytest.mark.parametrize("cache", [None, 5, [], "cache"])
+def test_what_is_no_cache_is_named(decoder, cache):
+    with pytest.raises(CacheError, match=r"the cache is a \w+; make one with decoder\.new_cache\(\)"):
+        decoder.prefill(TOKENS[:5], cache)
+
+
+def test_a_cache_of_more_positions_than_the_model_has_is_refused(save, backends):
+    """Positions beyond the context would be computed without a word."""
+    path = save("llama_grouped")
+    with load(path) as long, load(path, context_length=8) as short:
+        cache = Decoder(long, backends).new_cache()
+        with pytest.raises(CacheError, match="the cache is for 4096 positions, but the model's context is 8"):
+            Decoder(short, backends).prefill(TOKENS[:5], cache)
+        assert cache.positions == 0
+        assert Decoder(long, backends).prefill(TOKENS[:5], Decoder(short, backends).new_cache()).logits is not None
+
+
+@pytest.mark.parametrize("dtype", ["foo", np.float64, 5])
+def test_a_cache_of_another_type_is_refused(decoder, dtype):
+    with pytest.raises(CacheError, match="float32 or float16"):
+        decoder.new_cache(dtype=dtype)
+
+
+@pytest.mark.parametrize("bad", [5, [1], [None, "host"], b"host", {"host"}])
+def test_backends_that_are_no_names_are_refused(decoder, bad):
+    with pytest.raises(SettingError, match="expected names of backends"):
+        Decoder(decoder.model, bad)
 
 
 @pytest.mark.parametrize("call", ["prefill", "decode", "generate", "plan", "new_cache"])

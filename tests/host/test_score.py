@@ -106,6 +106,10 @@ def test_log_softmax_survives_huge_logits() -> None:
     assert int(np.argmax(every)) == int(np.argmax(logits))
 
 
+def test_perplexity_beyond_what_a_float_holds_is_infinite() -> None:
+    assert perplexity(np.full(3, -1e4)) == np.inf
+
+
 def test_perplexity_of_a_guess_is_the_number_of_choices() -> None:
     assert perplexity(np.full(7, -math.log(50))) == pytest.approx(50)
     assert perplexity(np.zeros(3)) == 1

@@ -58,7 +58,7 @@ def test_any_split_of_a_text_shows_the_text_up_to_the_first_stop_string(stops, p
     assert shown + stop.flush() == whole
 
 
-@pytest.mark.parametrize("bad", ["END", ["a", ""], [1], [None]])
+@pytest.mark.parametrize("bad", ["END", ["a", ""], [1], [None], 5, b"END", None])
 def test_stop_strings_that_are_none_are_refused(bad):
     with pytest.raises(SettingError, match="stop="):
         StopText(bad)

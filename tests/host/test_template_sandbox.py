@@ -76,6 +76,9 @@ def doubling(step: str, start: str = "'ab'") -> str:
     return f"{{% set ns = namespace(x={start}) %}}{{% for i in range(80) %}}{step}{{% endfor %}}{{{{ ns.x | length }}}}"
 
 
+# 100,000 texts of which each takes a millisecond to compare with b.
+LONG = "{% set a = 'x' * 5000000 %}{% set x = [a ~ 'a'] * 100000 %}{% set b = a ~ 'b' %}"
+
 HUGE = {
     "nested loops": "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
     "loops over a list": (
@@ -133,6 +136,21 @@ HUGE = {
     "indent text": "{% set x = 'a\n' * 100000 %}{{ x | indent('a' * 100000) | length }}",
     "JSON indent": "{{ [1] | tojson(indent=10 ** 9) }}",
     "JSON separators": "{{ ([1] * 100000) | tojson(separators=['a' * 100000, ':']) | length }}",
+    "in a long list": LONG + "{{ (b in x) ~ (b in x) }}",
+    "a chain of comparisons": LONG + "{{ 1 < 2 != b in x }}",
+    "in a generator": LONG + "{{ b in (x | select) }}",
+    "in a text": "{% set x = 'a' * 30000000 %}" + "{{ 'b' in x }}" * 100,
+    "equal texts": "{% set x = 'a' * 10000000 %}{% set y = 'a' * 10000000 %}" + "{{ x == y }}" * 1000,
+    "equal lists": LONG + "{% set y = [b] * 100000 %}{{ x == y }}",
+    "ordered lists": LONG + "{% set y = [b] * 100000 %}{{ x < y }}",
+    "test of equality": LONG + "{% set y = [b] * 100000 %}{{ x is eq y }}",
+    "test of membership": LONG + "{{ b is in x }}",
+    "selection by a test": LONG + "{{ ([b] * 1000) | select('in', x) | list | length }}",
+    "sort": LONG + "{{ x | sort | length }}",
+    "unique": LONG + "{{ x | unique | list | length }}",
+    "maximum": LONG + "{{ x | max | length }}",
+    "count of a list": LONG + "{{ x.count(b) }}",
+    "index of a list": LONG + "{{ x.index(b) }}",
     "round": "{{ 1.5 | round(10 ** 9, 'ceil') }}",
     "sum of lists": "{{ ([[1] * 1000] * 100000) | sum(start=[]) | length }}",
     "date format": "{{ strftime_now('%Y' * 100000) }}",
@@ -201,6 +219,16 @@ def test_honest_uses_of_what_is_bounded() -> None:
     assert render("{% for a, b in [(1, 2), (3, 4)] %}{{ a ~ b }}{{ loop.length }}{% endfor %}") == "122342"
     assert render("{% for x in [1, [2, [3]]] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}") == "123"
     assert render("{% for i in range(9) %}{% if i == 4 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "0123"
+    assert render("{{ 1 < 2 < 3 }} {{ 3 > 2 >= 4 }} {{ 'a' in 'cab' }} {{ 'a' not in ['b'] }} {{ x is eq none }}") == (
+        "True False True True False"
+    )
+    assert render(
+        "{{ 1 in {1: 2} }} {{ 2 in (1, 2) }} {{ 'x' in nothing }} {{ nothing == 1 }} {{ [1, {}] == [1, {}] }}"
+    ) == ("True True False False True")
+    assert render("{{ 1 in (range(3) | map('int')) }} {{ range(3) | select('in', [0, 2]) | list }}") == "True [0, 2]"
+    assert render(
+        "{{ ['b', 'a', 'b'] | sort | unique | join }} {{ [2, 3] | max }} {{ {'b': 1, 'a': 2} | dictsort }}"
+    ) == ("ab 3 [('a', 2), ('b', 1)]")
     assert render("{% for m in messages | selectattr('role', 'eq', 'x') %}{% else %}none{% endfor %}") == "none"
 
 

@@ -1,16 +1,19 @@
 """A backend that serves layers through the host's arithmetic, and fails where it is told to.
 
 FRINK_LOOPBACK       which layers it serves: "all", or numbers and ranges such as "0-3,7"; unset: it is unavailable
-FRINK_LOOPBACK_FAIL  where it fails: "factory", "factory_answer", "can_serve", "can_serve_answer", "start" (before any
-                     work), "layer:K" (after K layers of the run), "none" (run answers None), "hidden" (a hidden batch
-                     of the wrong shape), "rows" (K/V rows of the wrong shape), "missing" (rows of too few layers),
-                     "close"
+FRINK_LOOPBACK_FAIL  where it fails: "factory", "factory_answer", "can_serve", "can_serve_answer", "mutation" (can_serve
+                     changes the step), "start" (before any work), "layer:K" (after K layers of the run), "none" (run
+                     answers None), "hidden" (a hidden batch of the wrong shape), "rows" (K/V rows of the wrong shape),
+                     "missing" (rows of too few layers), "close"
+FRINK_LOOPBACK_EXIT  if set, it calls sys.exit where it would raise
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from frink_numba.backend import Decline, Run, Serve, Step
 from frink_numba.errors import BackendUnavailable
@@ -45,6 +48,8 @@ class Loopback:
         _fail_at("can_serve")
         if os.environ.get("FRINK_LOOPBACK_FAIL") == "can_serve_answer":
             return True  # type: ignore[return-value]
+        if os.environ.get("FRINK_LOOPBACK_FAIL") == "mutation":
+            step.start_pos, step.batch, step.hidden, step.layers = 7, 1, None, ()
         if not _named(l, os.environ.get("FRINK_LOOPBACK", "")):
             return Decline("FRINK_LOOPBACK does not name the layer")
         return self._host.can_serve(l, step)
@@ -56,7 +61,7 @@ class Loopback:
             return None
         if mode == "layer" and int(count) < length:
             self._host.run(l, int(count), step)
-            raise RuntimeError(f"told to fail after {count} layers")
+            _fail(f"told to fail after {count} layers")
         run = self._host.run(l, length, step)
         assert run is not None
         if mode == "hidden":
@@ -76,7 +81,13 @@ class Loopback:
 
 def _fail_at(point: str) -> None:
     if os.environ.get("FRINK_LOOPBACK_FAIL") == point:
-        raise RuntimeError(f"told to fail at {point}")
+        _fail(f"told to fail at {point}")
+
+
+def _fail(message: str) -> NoReturn:
+    if "FRINK_LOOPBACK_EXIT" in os.environ:
+        sys.exit(message)
+    raise RuntimeError(message)
 
 
 def _named(layer: int, ranges: str) -> bool:
