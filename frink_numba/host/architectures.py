@@ -23,9 +23,8 @@ _OTHER_BIASES = frozenset({"attn_output.bias", "ffn_gate.bias", "ffn_up.bias", "
 _FFN = frozenset({"ffn_gate.weight", "ffn_up.weight", "ffn_down.weight"})
 _DENSE = _ATTENTION | _PRE_NORMS | _FFN
 _EXPERTS = frozenset({"ffn_gate_inp.weight", "ffn_gate_exps.weight", "ffn_up_exps.weight", "ffn_down_exps.weight"})
-_SHARED_EXPERT = frozenset(
-    {"ffn_gate_inp_shexp.weight", "ffn_gate_shexp.weight", "ffn_up_shexp.weight", "ffn_down_shexp.weight"}
-)
+_SHARED_EXPERT = frozenset({"ffn_gate_shexp.weight", "ffn_up_shexp.weight", "ffn_down_shexp.weight"})
+_SHARED_GATE = frozenset({"ffn_gate_inp_shexp.weight"})
 
 Rotated = Callable[[Sequence[int]], "tuple[bool, ...]"]
 """Of the layers' windows (0: none): which layers are rotated."""
@@ -50,12 +49,12 @@ class Mixture:
     """How an architecture's layers use experts."""
 
     normalized: bool  # the weights of a token's experts are divided by their sum
-    shared: bool = False  # one more expert, for every token, behind a gate
+    shared: frozenset[str] = frozenset()  # tensors of one more expert, for every token
     required: bool = True  # False: a file without `expert_count` is dense
 
-    @property
-    def tensors(self) -> frozenset[str]:
-        return _EXPERTS | (_SHARED_EXPERT if self.shared else frozenset())
+    def tensors(self, shared: bool) -> frozenset[str]:
+        """What every layer has in place of a dense one's."""
+        return _EXPERTS | (self.shared if shared else frozenset())
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +84,15 @@ class Architecture:
     """(hidden, heads, head_dim) of models that divide scores by the square root of another number than head_dim."""
     mixture: Mixture | None = None
 
-    def tensors(self, mixture: bool) -> frozenset[str]:
-        """What every layer has in a file with experts, or without."""
-        return self.layer_tensors - _FFN | self.mixture.tensors if mixture and self.mixture else self.layer_tensors
+    def tensors(self, experts: bool, shared: bool = False) -> frozenset[str]:
+        """What every layer has in a file with experts, with a shared one beside them, or without."""
+        if not experts or self.mixture is None:
+            return self.layer_tensors
+        return self.layer_tensors - _FFN | self.mixture.tensors(shared)
 
 
 _WINDOW = frozenset({"attention.sliding_window"})
+_GRANITE_SCALES = frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"})
 _PATTERN = _WINDOW | {"attention.sliding_window_pattern"}
 
 ARCHITECTURES = {
@@ -185,10 +187,21 @@ ARCHITECTURES = {
             activation=Activation.SWIGLU,
             layer_tensors=_DENSE,
             optional_layer_tensors=_QKV_BIASES | _OTHER_BIASES,
-            keys=frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}),
+            keys=_GRANITE_SCALES,
             required_keys=frozenset({"attention.scale", "logit_scale"}),
             neutral={"rope.scaling.finetuned": True},  # false: not rotated at all
             rope_factors=True,
+        ),
+        Architecture(
+            name="granitemoe",
+            models="Granite 3 and 4 with experts",
+            rope_layout=RopeLayout.NORM,
+            activation=Activation.SWIGLU,
+            layer_tensors=_DENSE,
+            keys=_GRANITE_SCALES | {"expert_shared_feed_forward_length"},
+            required_keys=frozenset({"attention.scale", "logit_scale"}),
+            neutral={"rope.scaling.finetuned": True},
+            mixture=Mixture(normalized=True, shared=_SHARED_EXPERT),
         ),
         Architecture(
             name="smollm3",
@@ -226,7 +239,7 @@ ARCHITECTURES = {
             layer_tensors=_DENSE | _QKV_BIASES,
             keys=frozenset({"expert_feed_forward_length", "expert_shared_feed_forward_length"}),
             required_keys=frozenset({"expert_feed_forward_length", "expert_shared_feed_forward_length"}),
-            mixture=Mixture(normalized=False, shared=True),
+            mixture=Mixture(normalized=False, shared=_SHARED_EXPERT | _SHARED_GATE),
         ),
         Architecture(
             name="qwen3moe",

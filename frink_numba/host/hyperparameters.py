@@ -196,7 +196,7 @@ def _experts(reader: KeyReader, architecture: Architecture, ffn: tuple[int, ...]
     used = reader.integer("expert_used_count")
     if used > count:
         reader.fail("expert_used_count", f"is {used}, more than the {count} experts there are")
-    shared = reader.integer("expert_shared_feed_forward_length") if mixture.shared else 0
+    shared = reader.integer("expert_shared_feed_forward_length", default=0, low=0) if mixture.shared else 0
     return ExpertCounts(count, used, reader.integer("expert_feed_forward_length", default=ffn[0]), shared)
 
 

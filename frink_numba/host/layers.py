@@ -37,7 +37,7 @@ def build(gguf: GgufFile, architecture: Architecture, hyper: Hyperparameters, co
     known = {"token_embd.weight", "output_norm.weight", "output.weight"}
     if architecture.rope_factors:
         known |= {_FACTORS, LONG_FACTORS, SHORT_FACTORS}
-    in_layer = architecture.tensors(hyper.experts is not None) | architecture.optional_layer_tensors
+    in_layer = _layer_tensors(architecture, hyper) | architecture.optional_layer_tensors
     reader.refuse_unknown(known, in_layer, hyper.layers, architecture.name)
     embedding = reader.embedding(hyper.vocab, hyper.hidden)
     whole, local = _ropes(reader, architecture, hyper, context_length)
@@ -49,6 +49,11 @@ def build(gguf: GgufFile, architecture: Architecture, hyper: Hyperparameters, co
     if reader.has("output.weight"):
         output = reader.matrix("output.weight", embedding.rows, hyper.hidden)
     return ModelTensors(embedding, tuple(layers), reader.vector("output_norm.weight", hyper.hidden), output)
+
+
+def _layer_tensors(architecture: Architecture, hyper: Hyperparameters) -> frozenset[str]:
+    experts = hyper.experts
+    return architecture.tensors(experts is not None, experts is not None and experts.shared_ffn > 0)
 
 
 def _ropes(
@@ -98,7 +103,7 @@ class _LayerReader:
 
     def __init__(self, reader: TensorReader, architecture: Architecture, hyper: Hyperparameters, number: int) -> None:
         self._reader, self._architecture, self._hyper, self._number = reader, architecture, hyper, number
-        self._tensors = architecture.tensors(hyper.experts is not None)
+        self._tensors = _layer_tensors(architecture, hyper)
 
     def layer(self, rope: Rope | None) -> Layer:
         hidden, hyper = self._hyper.hidden, self._hyper

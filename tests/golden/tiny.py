@@ -198,6 +198,14 @@ def _mixture(
     return {"experts": Experts(count, used, ffn, shared), "config": config, "keys": keys}
 
 
+def _granite_mixture(shared: int = 0) -> dict[str, Any]:
+    mixture = _mixture(5, 2, 96, number="num_local_experts")
+    config, keys = {**mixture["config"], **_MULTIPLIERS["config"]}, {**mixture["keys"], **_MULTIPLIERS["keys"]}
+    if shared:
+        config["shared_intermediate_size"] = keys["expert_shared_feed_forward_length"] = shared
+    return {"experts": Experts(5, 2, 96, shared), "config": config, "keys": keys}
+
+
 VARIANTS = {
     variant.name: variant
     for variant in (
@@ -259,6 +267,8 @@ VARIANTS = {
         ),
         Variant("granite_multipliers", *_GRANITE, **_MULTIPLIERS),
         Variant("granite_tied", *_GRANITE, **_MULTIPLIERS, tied=True, kv_heads=4),
+        Variant("granitemoe", "granitemoe", "GraniteMoeConfig", **_granite_mixture()),
+        Variant("granitemoe_shared", "granitemoe", "GraniteMoeSharedConfig", **_granite_mixture(40), tied=True),
         Variant("smollm3_unrotated", "smollm3", "SmolLM3Config", layers=5),
         Variant("smollm3_yarn", "smollm3", "SmolLM3Config", layers=5, theta=200.0, rope=_YARN, tied=True),
         Variant("exaone4_plain", **_exaone4(False, False, False, theta=200.0, rope=_LLAMA3, tied=True)),
@@ -352,12 +362,17 @@ def _feed_forward(v: Variant) -> dict[str, tuple[int, ...]]:
     if v.experts is None:
         return {f"mlp.{name}": shape for name, shape in _gated(v, v.ffn).items()}
     e = v.experts
+    granite = v.architecture == "granitemoe"
+    block = "block_sparse_moe" if granite else "mlp"
     shapes: dict[str, tuple[int, ...]] = {
-        "mlp.gate.weight": (e.count, v.hidden),
-        "mlp.experts.gate_up_proj": (e.count, 2 * e.ffn, v.hidden),
-        "mlp.experts.down_proj": (e.count, v.hidden, e.ffn),
+        f"{block}.{'router' if granite else 'gate'}.weight": (e.count, v.hidden),
+        f"{block}.experts.gate_up_proj": (e.count, 2 * e.ffn, v.hidden),
+        f"{block}.experts.down_proj": (e.count, v.hidden, e.ffn),
     }
-    if e.shared:
+    if granite and e.shared:
+        shapes["shared_mlp.input_linear.weight"] = (2 * e.shared, v.hidden)
+        shapes["shared_mlp.output_linear.weight"] = (v.hidden, e.shared)
+    elif e.shared:
         shapes["mlp.shared_expert_gate.weight"] = (1, v.hidden)
         shapes |= {f"mlp.shared_expert.{name}": shape for name, shape in _gated(v, e.shared).items()}
     return shapes
@@ -382,7 +397,7 @@ def _draw(variant: Variant, name: str, shape: tuple[int, ...]) -> np.ndarray:
     if any(part in name for part in ("q_proj", "k_proj", "qkv_proj")):
         # LongRoPE's magnitude sharpens the attention by itself; more would only cost digits.
         peak = 0.9 if variant.rope["rope_type"] == "longrope" else 1.3
-    if ".gate.weight" in name:
+    if name.endswith((".gate.weight", ".router.weight")):
         peak = 1.5  # a router that has opinions
     return _stored(variant, normal(label, shape, peak / shape[-1] ** 0.5))
 

@@ -18,7 +18,14 @@ from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_
 from tests.golden.tiny import ALPHA, CONTEXT, Variant, adapter, weights
 
 _ARCHITECTURES = {name: architecture for architecture, name in MODEL_ARCH_NAMES.items()}
-_PAIRED = {"llama", "granite", "smollm3", "internlm2"}  # Q and K are stored with adjacent pairs
+_PAIRED = {"llama", "granite", "granitemoe", "smollm3", "internlm2"}  # Q and K are stored with adjacent pairs
+
+_GRANITE_NAMES = {
+    "block_sparse_moe.router": "mlp.gate",
+    "block_sparse_moe": "mlp",
+    "shared_mlp.input_linear": "mlp.shared_expert.gate_up_proj",
+    "shared_mlp.output_linear": "mlp.shared_expert.down_proj",
+}
 
 
 @dataclass
@@ -98,9 +105,12 @@ def _rope_keys(v: Variant) -> dict[str, Any]:
 
 def _split(v: Variant, name: str, value: np.ndarray) -> dict[str, np.ndarray]:
     """A parameter of transformers as the parameters that a file holds: of experts, gate and up apart."""
-    if name.endswith("experts.gate_up_proj"):
-        gate, up = np.split(value, 2, axis=1)
-        stem = name.removesuffix("gate_up_proj")
+    if v.architecture == "granitemoe":  # under the names of other families, which stand for the same tensors
+        for theirs, other in _GRANITE_NAMES.items():
+            name = name.replace(theirs, other)
+    if name.endswith(("experts.gate_up_proj", "shared_expert.gate_up_proj.weight")):
+        gate, up = np.split(value, 2, axis=-2)
+        stem = name.removesuffix(".weight").removesuffix("gate_up_proj")
         return {f"{stem}gate_proj.weight": gate.copy(), f"{stem}up_proj.weight": up.copy()}
     if name.endswith("experts.down_proj"):
         return {f"{name}.weight": value}

@@ -203,7 +203,23 @@ def test_the_published_sizes_have_the_query_scales_of_their_configurations(
         assert (hyper.softcap, hyper.logit_softcap) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("name", ["mamba", "gemma3n", "llama4", "mistral3", "deepseek2", "LLAMA", "", "x" * 5000])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mamba",
+        "stablelm",
+        "starcoder2",
+        "command-r",
+        "phimoe",
+        "gemma3n",
+        "llama4",
+        "mistral3",
+        "deepseek2",
+        "LLAMA",
+        "",
+        "x" * 5000,
+    ],
+)
 def test_an_unknown_architecture_is_refused_with_the_list_of_those_that_run(name):
     with pytest.raises(UnsupportedModelError, match=r"llama \(.*SmolLM2.*qwen2 \(") as caught:
         find_architecture(name)

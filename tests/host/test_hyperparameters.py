@@ -168,6 +168,9 @@ def test_mixtures():
     experts = read("qwen3moe", **EXPERTS).experts
     assert (experts.count, experts.used, experts.ffn, experts.shared_ffn) == (8, 2, 32, 0)
     assert read("qwen2moe", **EXPERTS, expert_shared_feed_forward_length=48).experts.shared_ffn == 48
+    assert read("granitemoe", **GRANITE, expert_count=8, expert_used_count=2).experts.shared_ffn == 0
+    shared = {"expert_shared_feed_forward_length": 40}
+    assert read("granitemoe", **GRANITE, **shared, expert_count=8, expert_used_count=2).experts.shared_ffn == 40
     assert read("olmoe", expert_count=8, expert_used_count=8).experts.ffn == 96
     assert read("llama", expert_count=8, expert_used_count=2).experts.count == 8
     assert read("llama", expert_count=0, expert_used_count=0).experts is None

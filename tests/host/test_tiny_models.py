@@ -220,6 +220,9 @@ SABOTAGE: list[tuple[str, str, Edit]] = [
     ("experts out of order", "olmoe_whole_norm", change("ffn_down_exps.weight", roll_experts)),
     ("the router out of order", "qwen2moe_shared", change("ffn_gate_inp.weight", roll_experts)),
     ("the shared expert ignored", "qwen2moe_shared", zero("ffn_down_shexp.weight")),
+    ("granite's shared expert ignored", "granitemoe_shared", zero("ffn_down_shexp.weight")),
+    ("granite's shared gate and up swapped", "granitemoe_shared", swap("ffn_gate_shexp.weight", "ffn_up_shexp.weight")),
+    ("granite's residual scale with experts", "granitemoe", keys("granitemoe", residual_scale=1.0)),
     ("the shared expert's gate ignored", "qwen2moe_shared", zero("ffn_gate_inp_shexp.weight")),
 ]
 
