@@ -40,7 +40,7 @@ class TensorBody:
         self._workspace_bytes = multiprocessors * _SPLIT_SUMS + _SPLIT_FLAGS
         self._mirrors = Mirrors(runtime)
         self._programs: OrderedDict[Any, Program] = OrderedDict()
-        self._zeroed: Any = None  # the scratch whose workspace is known to be zero
+        self._zeroed: Program | None = None  # that ran last: its counters are known to be zero
 
     @property
     def tier(self) -> str:
@@ -88,10 +88,7 @@ class TensorBody:
     ) -> tuple[np.ndarray, list[Rows]]:
         run, mirrors = _Run(self.runtime, work, traffic), list[Mirror]()
         try:
-            if self._zeroed is not block:
-                address = self.runtime.address(block)
-                self.runtime.zero(address, self._workspace_bytes + ATTENTION_WORKSPACE, work.compute)
-            self._zeroed = None
+            zeroed, self._zeroed = self._zeroed, None
             shapes = [layer.shape for layer in layers]
             total = start_pos + hidden.shape[0]
             mirrors = [
@@ -99,10 +96,12 @@ class TensorBody:
                 for shape, source in zip(shapes, sources, strict=True)
             ]
             program = self._program(layers, mirrors, hidden.shape[0], start_pos, self.runtime.address(block))
+            if zeroed is not program:  # the counters of another program lie elsewhere
+                self.runtime.zero(program.workspace, self._workspace_bytes + ATTENTION_WORKSPACE, work.compute)
             for layer, mirror, source in zip(layers, mirrors, sources, strict=True):
                 self._complete(layer, mirror, source, start_pos, program.staging, work, traffic)
             answer = run.go(program, layers, mirrors, hidden, sources, start_pos)
-            self._zeroed = block
+            self._zeroed = program
             return answer
         except BaseException:  # a keyboard interrupt too: memory that the device still writes to must not be reused
             for mirror in mirrors:

@@ -12,18 +12,22 @@ from typing import Any
 from frink_numba.kernels import gated_half, mirror_rows, norm_add, norm_half, rope_rows
 from frink_numba.kernels.cubins import Source
 from frink_numba.kernels.cubins import load as load_cubin
+from frink_numba.kernels.decode_attention import DecodeAttentions
 from frink_numba.kernels.fused_attention import Attentions
 from frink_numba.kernels.gemm import Gemms, HalfRows
 from frink_numba.kernels.launch import Launch, LoadedKernel
+from frink_numba.kernels.thin_gemm import ThinGemms
 
 
 class TensorKernels:
-    """Products, attentions and the kernels over rows, for one device."""
+    """Products, attentions and the kernels over rows, for one device; `thins` and `decodes` are those for few rows."""
 
     def __init__(self, tier: str, capability: tuple[int, int], multiprocessors: int) -> None:
         self.tier = tier
         self.gemms = Gemms(tier, capability, multiprocessors)
+        self.thins = ThinGemms(capability, multiprocessors)
         self.attentions = Attentions(tier, capability, multiprocessors)
+        self.decodes = DecodeAttentions(capability, multiprocessors)
         self._target = self.gemms.target
         self._overlap = capability >= (9, 0)
         self._kernels: dict[str, LoadedKernel] = {}

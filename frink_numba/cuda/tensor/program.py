@@ -5,6 +5,8 @@ Eight launches a layer, nine with matrices of mixed kinds:
     norm -> qkv product -> QK norm, rotation, mirror -> attention -> o product, added to hidden
     norm -> gate and up product with the activation  ->  down product, added to hidden
 
+Up to THIN_ROWS rows, five: the products norm their operands themselves, and attention does what comes before it.
+
 Nothing that changes from step to step is an argument of a launch: positions and the mirrors' lengths are read from
 device memory, where `step` puts them.
 """
@@ -23,11 +25,17 @@ from frink_numba.cuda.tensor.mirror import Mirror
 from frink_numba.cuda.tensor.scratch import ATTENTION_WORKSPACE, TensorScratch, step_bytes
 from frink_numba.cuda.tensor.weights import TensorLayer, qk_norm_form
 from frink_numba.errors import DeviceError
+from frink_numba.kernels import decode_attention
+from frink_numba.kernels.decode_attention import DecodeShape
 from frink_numba.kernels.fused_attention import SEQUENCE, HeadShape, RopeForm
 from frink_numba.kernels.fused_attention import Mirror as MirrorAddress
 from frink_numba.kernels.gemm import DeviceWeights, HalfRows
+from frink_numba.kernels.thin_gemm import MOST_NORM_COLUMNS, NormRows
+from frink_numba.layer import RopeLayout
 
 Launch = Callable[[int], None]
+
+THIN_ROWS = decode_attention.MOST_ROWS  # up to here products run at the speed of memory, with kernels of their own
 
 
 @dataclass(slots=True)
@@ -64,10 +72,13 @@ class Program:
         self._kernels, self._m = kernels, m
         layout = Layout()
         self._at = {name: base + layout.add(size) for name, size in scratch.parts(m, start_pos).items()}
-        self._workspace = scratch.workspace
-        self.hidden, self.step_address = self._at["hidden"], self._at["step"]
+        self._workspace = scratch.workspace  # bytes
+        self.hidden, self.step_address, self.workspace = (self._at[name] for name in ("hidden", "step", "workspace"))
         self.staging = self._at.get("staging", 0)
         self.image = np.zeros(step_bytes(m, len(layers)), np.uint8)
+        self._thin = m <= THIN_ROWS
+        self._rooms: dict[Any, int] = {}
+        self._rooms_end = 0
         self._maps: dict[bytes, int] = {}
         self._constants: dict[float, int] = {}
         self._image_end = 0
@@ -149,69 +160,123 @@ class Program:
 
     def _layer(self, layer: TensorLayer, mirror: Mirror, record: int, rows: int) -> None:
         """Append the layer's launches; its K rows go to `rows`, its V rows behind them."""
-        made, at, kernels, m, shape = self._made, self._at, self._kernels, self._m, layer.shape
-        spec, eps, vectors = layer.layer.attention, layer.layer.norm_eps, layer.vectors
-        normed, attended = self._operand("normed"), self._attended(layer.scales[2])
+        made, at, m, shape = self._made, self._at, self._m, layer.shape
+        eps, vectors = layer.layer.norm_eps, layer.vectors
+        attended, inner = self._attended(layer.scales[2]), self._operand("inner")
 
-        made.append(kernels.norm_half(m, shape.hidden, self.hidden, vectors["attn_norm"], eps, normed))
+        x = self._normed(shape, vectors["attn_norm"], eps)
         width = shape.query_width + 2 * shape.kv_width
         for weights, column in layer.qkv:
-            made.append(self._product(weights, normed, at["qkv"] + 4 * column, 4 * width))
+            made.append(self._product(weights, x, at["qkv"] + 4 * column, 4 * width))
+        if self._thin and decode_attention.why_not(*_heads(shape)) is None and qk_norm_form(layer.layer) != "whole":
+            made.append(self._decode_attention(layer, attended, record, rows))
+        else:
+            made.append(self._prepare(layer, record, rows))
+            made.append(self._attention(layer, mirror, attended, record))
+        self._into_hidden(layer.o, attended, vectors.get("post_attn_norm"), shape, eps)
 
-        heads = HeadShape(shape.n_heads, shape.n_kv_heads, shape.head_dim)
+        x = self._normed(shape, vectors["ffn_norm"], eps)
+        if len(layer.gate_up) == 1:
+            gate_up, pitch = layer.gate_up[0], 2 * shape.ffn
+            made.append(self._product(gate_up, x, inner.half, pitch, gate="swiglu", out_scale=inner.scale))
+        else:
+            for weights, name in zip(layer.gate_up, ("gate", "up"), strict=True):
+                made.append(self._product(weights, x, at[name], 4 * shape.ffn))
+            made.append(self._kernels.gated_half("swiglu", m, shape.ffn, at["gate"], at["up"], inner))
+        self._into_hidden(layer.down, inner, vectors.get("post_ffn_norm"), shape, eps)
+
+    def _normed(self, shape: LayerShape, weight: int, eps: float) -> HalfRows | NormRows:
+        """The normed hidden rows as an operand: thin products norm them on the way in."""
+        if self._thin and shape.hidden <= MOST_NORM_COLUMNS:
+            return NormRows(self.hidden, weight, eps)
+        normed = self._operand("normed")
+        self._made.append(self._kernels.norm_half(self._m, shape.hidden, self.hidden, weight, eps, normed))
+        return normed
+
+    def _rotation(self, layer: TensorLayer) -> tuple[int, int]:
+        """Cosines and sines; zeros for a layer that is not rotated."""
+        return (0, 0) if layer.rope_key is None else self._tables[layer.rope_key]
+
+    def _row_targets(self, layer: TensorLayer, rows: int) -> dict[str, int]:
+        return {"k_rows": rows, "v_rows": rows + 4 * self._m * layer.shape.kv_width}
+
+    def _decode_attention(self, layer: TensorLayer, out: HalfRows, record: int, rows: int) -> Launch:
+        """QK norm, rotation, mirror and attention in one launch, for few rows."""
+        spec, vectors = layer.layer.attention, layer.vectors
+        rope = spec.rope
+        shape = DecodeShape(
+            *_heads(layer.shape),
+            rot_dim=0 if rope is None else rope.rot_dim,
+            layout=RopeLayout.NORM if rope is None else rope.layout,
+            q_norm="q_norm" in vectors,
+            k_norm="k_norm" in vectors,
+            window=spec.window,
+            softcap=spec.softcap,
+        )
+        attention = self._kernels.decodes.attention(shape, sequences=1, most_rows=self._m)
+        cos, sin = self._rotation(layer)
+        bound: Launch = attention.bind(
+            self._at["qkv"],
+            out.half,
+            record,
+            workspace=self._room(attention, attention.workspace),
+            cos=cos,
+            sin=sin,
+            q_norm=vectors.get("q_norm", 0),
+            k_norm=vectors.get("k_norm", 0),
+            eps=layer.layer.norm_eps,
+            **self._row_targets(layer, rows),
+            k_scale=layer.scales[1],
+            v_scale=layer.scales[2],
+        )
+        return bound
+
+    def _prepare(self, layer: TensorLayer, record: int, rows: int) -> Launch:
+        """QK norm, rotation and the mirror's new rows."""
+        rope, vectors = layer.layer.attention.rope, layer.vectors
+        form = None if rope is None else RopeForm(rope.layout, rope.rot_dim)
+        norm = qk_norm_form(layer.layer)
+        prepare = self._kernels.attentions.prepare(HeadShape(*_heads(layer.shape)), rope=form, norm=norm)
+        cos, sin = self._rotation(layer)
         q_scale, k_scale, v_scale = layer.scales
-        turns, (cos, sin) = None, (0, 0)
-        if spec.rope is not None:
-            turns, (cos, sin) = RopeForm(spec.rope.layout, spec.rope.rot_dim), self._tables[layer.rope_key]
-        prepare = kernels.attentions.prepare(heads, rope=turns, norm=qk_norm_form(layer.layer))
-        bound = prepare.bind(
-            m,
-            at["qkv"],
-            at["q"],
+        bound: Launch = prepare.bind(
+            self._m,
+            self._at["qkv"],
+            self._at["q"],
             record,
             1,
             cos=cos,
             sin=sin,
             q_norm=vectors.get("q_norm", 0),
             k_norm=vectors.get("k_norm", 0),
-            eps=eps,
-            k_rows=rows,
-            v_rows=rows + 4 * m * shape.kv_width,
+            eps=layer.layer.norm_eps,
+            **self._row_targets(layer, rows),
             q_scale=q_scale,
             k_scale=k_scale,
             v_scale=v_scale,
         )
-        made.append(bound)
-        attention = kernels.attentions.attention(heads, m, windowed=spec.window > 0, softcap=spec.softcap > 0)
+        return bound
+
+    def _attention(self, layer: TensorLayer, mirror: Mirror, out: HalfRows, record: int) -> Launch:
+        spec, heads = layer.layer.attention, HeadShape(*_heads(layer.shape))
+        windowed, capped = spec.window > 0, spec.softcap > 0
+        attention = self._kernels.attentions.attention(heads, self._m, windowed=windowed, softcap=capped)
         if attention.workspace > ATTENTION_WORKSPACE:
             raise DeviceError(f"the attention wants a workspace of {attention.workspace} bytes")
         maps = attention.maps([MirrorAddress(mirror.k, mirror.v, mirror.capacity)])
-        made.append(
-            attention.bind(
-                at["q"],
-                attended.half,
-                record,
-                1,
-                maps=self._map_address(maps),
-                workspace=at["attention_workspace"],
-                q_scale=q_scale,
-                k_scale=k_scale,
-                window=spec.window,
-                softcap=spec.softcap,
-            )
+        bound: Launch = attention.bind(
+            self._at["q"],
+            out.half,
+            record,
+            1,
+            maps=self._map_address(maps),
+            workspace=self._at["attention_workspace"],
+            q_scale=layer.scales[0],
+            k_scale=layer.scales[1],
+            window=spec.window,
+            softcap=spec.softcap,
         )
-        self._into_hidden(layer.o, attended, vectors.get("post_attn_norm"), shape, eps)
-        made.append(kernels.norm_half(m, shape.hidden, self.hidden, vectors["ffn_norm"], eps, normed))
-        inner = self._operand("inner")
-        if len(layer.gate_up) == 1:
-            made.append(
-                self._product(layer.gate_up[0], normed, inner.half, 2 * shape.ffn, gate="swiglu", out_scale=inner.scale)
-            )
-        else:
-            for weights, name in zip(layer.gate_up, ("gate", "up"), strict=True):
-                made.append(self._product(weights, normed, at[name], 4 * shape.ffn))
-            made.append(kernels.gated_half("swiglu", m, shape.ffn, at["gate"], at["up"], inner))
-        self._into_hidden(layer.down, inner, vectors.get("post_ffn_norm"), shape, eps)
+        return bound
 
     def _into_hidden(
         self,
@@ -233,7 +298,7 @@ class Program:
     def _product(
         self,
         weights: DeviceWeights,
-        x: HalfRows,
+        x: HalfRows | NormRows,
         out: int,
         pitch: int,
         *,
@@ -241,12 +306,33 @@ class Program:
         add: bool = False,
         out_scale: int = 0,
     ) -> Launch:
-        product = self._kernels.gemms.product(weights, self._m, gate=gate, half=bool(out_scale))
+        kernels, half = self._kernels, bool(out_scale)
+        bound: Launch
+        if self._thin:
+            thin = kernels.thins.product(weights, self._m, gate=gate, half=half, norm=isinstance(x, NormRows))
+            room = self._room((thin.variant, thin.plan), thin.workspace)
+            bound = thin.bind(weights, x, out, pitch, workspace=room, add=add, out_scale=out_scale)
+            return bound
+        product = kernels.gemms.product(weights, self._m, gate=gate, half=half)
         if product.workspace > self._workspace:
             raise DeviceError(f"a product wants a workspace of {product.workspace} bytes")
         maps = self._map_address(product.maps(x, out, pitch))
         workspace = self._at["workspace"]
-        bound: Launch = product.bind(
-            weights, x, out, pitch, maps=maps, workspace=workspace, add=add, out_scale=out_scale
-        )
+        bound = product.bind(weights, x, out, pitch, maps=maps, workspace=workspace, add=add, out_scale=out_scale)
         return bound
+
+    def _room(self, owner: Any, nbytes: int) -> int:
+        """A part of the workspace that only launches of `owner`'s form use: their counters must find zeros."""
+        if not nbytes:
+            return 0
+        offset = self._rooms.get(owner)
+        if offset is None:
+            offset = self._rooms[owner] = self._rooms_end
+            self._rooms_end += -(-nbytes // 256) * 256
+            if self._rooms_end > self._workspace:
+                raise DeviceError(f"the products of few rows want a workspace of {self._rooms_end} bytes")
+        return self._at["workspace"] + offset
+
+
+def _heads(shape: LayerShape) -> tuple[int, int, int]:
+    return shape.n_heads, shape.n_kv_heads, shape.head_dim
