@@ -24,6 +24,24 @@ def engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context", type=at_least(1), metavar="N", help="context length in tokens (default: the model's)"
     )
+    parser.add_argument(
+        "--adapter",
+        dest="adapters",
+        action="append",
+        default=[],
+        type=adapter,
+        metavar="FILE[=SCALE]",
+        help="a LoRA adapter in GGUF form, times SCALE (1); may be given several times",
+    )
+
+
+def adapter(text: str) -> tuple[str, float]:
+    """Reads "lora.gguf" or "lora.gguf=0.5"; a name with a "=" that no number follows is a name."""
+    path, _, scale = text.rpartition("=")
+    try:
+        return (path, float(scale)) if path else (text, 1.0)
+    except ValueError:
+        return text, 1.0
 
 
 def at_least(low: int) -> Callable[[str], int]:

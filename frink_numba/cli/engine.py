@@ -19,7 +19,7 @@ def open_engine(arguments: argparse.Namespace) -> Iterator[tuple[Model, Decoder]
     from frink_numba.host.decoder import Decoder
     from frink_numba.host.load import load
 
-    with load(arguments.model, context_length=arguments.context) as model:
+    with load(arguments.model, context_length=arguments.context, adapters=arguments.adapters) as model:
         decoder = Decoder(model, backends=arguments.backend)
         try:
             yield model, decoder
