@@ -20,6 +20,7 @@ from tests.golden.tiny import ALPHA, CONTEXT, Variant, adapter, weights
 _ARCHITECTURES = {name: architecture for architecture, name in MODEL_ARCH_NAMES.items()}
 _PAIRED = {"llama", "granite", "granitemoe", "smollm3", "internlm2"}  # Q and K are stored with adjacent pairs
 
+_STATED_HEADS = {"qwen3", "qwen3moe", "gemma", "gemma2", "gemma3"}  # files always state the width of a head
 _GRANITE_NAMES = {
     "block_sparse_moe.router": "mlp.gate",
     "block_sparse_moe": "mlp",
@@ -54,7 +55,7 @@ def content(variant: Variant) -> Content:
         f"{a}.vocab_size": v.vocab,
         "tokenizer.ggml.model": "no_vocab",
     }
-    if v.head_dim * v.heads != v.hidden:
+    if v.head_dim * v.heads != v.hidden or a in _STATED_HEADS:
         metadata[f"{a}.attention.key_length"] = metadata[f"{a}.attention.value_length"] = v.head_dim
     if v.window:
         metadata[f"{a}.attention.sliding_window"] = v.window
