@@ -14,12 +14,15 @@ import json
 import os
 import platform
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from frink_numba.errors import SettingError
 
 # Rates are better when higher, durations and sizes when lower.
 _LOWER_IS_BETTER = frozenset({"s", "ms", "us", "MB", "GB"})
@@ -89,6 +92,18 @@ def write_receipt(path: Path, document: dict[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n", "utf-8")
     os.replace(temporary, path)
+
+
+def check_place(path: Path) -> None:
+    """SettingError unless `write_receipt` can put a file there: to be asked before the minutes of a measurement."""
+    if path.is_dir():
+        raise SettingError(f"{path} is a folder: name a file in it for the receipt")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise SettingError(f"no receipt can be written to {path}: {error.strerror or error}") from None
 
 
 def package_versions() -> dict[str, str]:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from frink_numba import receipt
-from frink_numba.receipt import Row
+from frink_numba.errors import SettingError
+from frink_numba.receipt import Row, check_place
 
 
 def test_percentiles_are_numpys() -> None:
@@ -72,3 +73,15 @@ def test_the_processor_has_a_name() -> None:
     name, cores = receipt.cpu_name().rsplit(", ", 1)
     assert name
     assert int(cores.removesuffix(" cores")) >= 1
+
+
+def test_a_place_for_a_receipt_is_tried_out(tmp_path: Path) -> None:
+    check_place(tmp_path / "new" / "folder" / "receipt.json")
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    with pytest.raises(SettingError, match="is a folder"):
+        check_place(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        SettingError, match=r"no receipt can be written to .*receipt\.json: (Not a directory|File exists)"
+    ):
+        check_place(tmp_path / "file" / "receipt.json")

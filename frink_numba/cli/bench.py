@@ -41,16 +41,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from frink_numba.cli.engine import label, open_engine
-    from frink_numba.receipt import receipt, write_receipt
+    from frink_numba.receipt import check_place, receipt, write_receipt
 
     if not arguments.prompt and not arguments.generate:
         arguments.parser.error("nothing to measure: give -p or -n a number")
+    if arguments.receipt:
+        check_place(arguments.receipt)
     with open_engine(arguments) as (model, decoder):
         longest = max(arguments.prompt + arguments.generate)
         if longest > model.context_length:
             arguments.parser.error(f"{longest} tokens are beyond the context of {model.context_length}; see --context")
         with output.progress_bar() as progress:
-            rows = _measure(arguments, decoder, label(model), model.tokenizer.vocab_size, progress)
+            rows = _measure(arguments, decoder, label(model), model.vocab_size, progress)
     machine, driver = _machine(rows)
     command = shlex.join(["frink-numba", *(sys.argv[1:])])
     document = receipt("bench", command, rows, machine=machine, driver=driver)

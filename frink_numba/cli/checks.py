@@ -10,8 +10,9 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 
 from frink_numba import registry, settings
 from frink_numba.backend import Backend
@@ -46,13 +47,21 @@ def examine() -> list[Section]:
     """Every check, in sections; takes well under a second, and no check stops another."""
     driver = query_driver()
     return [
-        ("machine", machine()),
-        ("packages", packages(driver)),
-        ("gpu", gpu(driver)),
-        ("backends", backends()),
-        ("settings", environment()),
-        ("cache", cache()),
+        ("machine", _guarded(machine)),
+        ("packages", _guarded(packages, driver)),
+        ("gpu", _guarded(gpu, driver)),
+        ("backends", _guarded(backends)),
+        ("settings", _guarded(environment)),
+        ("cache", _guarded(cache)),
     ]
+
+
+def _guarded(look: Callable[..., list[Check]], *arguments: Driver) -> list[Check]:
+    """What `look` found, or that it failed: a machine on which nothing is as expected is what doctors are for."""
+    try:
+        return look(*arguments)
+    except Exception as error:
+        return [Check(look.__name__, WARN, f"could not be examined: {registry.describe(error)}")]
 
 
 def machine() -> list[Check]:
@@ -88,6 +97,9 @@ def packages(driver: Driver) -> list[Check]:
             found.append(Check(need.name, BROKEN, f"missing, needs {need.versions}", remedy))
         elif not need.accepts(version):
             found.append(Check(need.name, BROKEN, f"{version}, needs {need.versions}", remedy))
+        elif problem := _import_problem(need.name):
+            remedy = f"pip install --force-reinstall {need.name}"
+            found.append(Check(need.name, BROKEN, f"{version}, but its import fails: {problem}", remedy))
         else:
             found.append(Check(need.name, OK, version))
     extra = _cuda_extra(driver)
@@ -172,7 +184,11 @@ def cache() -> list[Check]:
     except FrinkError as error:
         return [Check("cache folder", BROKEN, str(error))]
     folder = models.parent
-    nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    elsewhere = "set FRINK_CACHE_DIR to a folder that can be read and written"
+    try:
+        nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    except OSError as error:
+        return [Check("cache folder", WARN, f"{folder}: {error.strerror or error}", elsewhere)]
     writable = os.access(nearest, os.W_OK)
     free = shutil.disk_usage(nearest).free / 1e9
     found = [
@@ -180,15 +196,30 @@ def cache() -> list[Check]:
             "cache folder",
             OK if writable else WARN,
             f"{folder}, {free:.0f} GB free" + ("" if writable else ", not writable"),
-            "" if writable else "set FRINK_CACHE_DIR to a folder that can be written",
+            "" if writable else elsewhere,
         )
     ]
-    fetched = sorted(path for path in models.rglob("*.gguf") if path.is_file()) if models.is_dir() else []
-    for path in fetched:
-        found.append(Check("model", OK, f"{path.relative_to(models)}, {path.stat().st_size / 1e6:.0f} MB"))
+    try:
+        if models.is_dir():
+            os.listdir(models)  # rglob passes over a folder that it may not read
+        fetched = sorted(path for path in models.rglob("*.gguf") if path.is_file())
+        for path in fetched:
+            found.append(Check("model", OK, f"{path.relative_to(models)}, {path.stat().st_size / 1e6:.0f} MB"))
+    except OSError as error:
+        found.append(Check("models", WARN, f"{models} cannot be read: {error.strerror or error}", elsewhere))
+        return found
     if not fetched:
         found.append(Check("model", ABSENT, "none fetched yet", "frink-numba fetch smollm2-135m"))
     return found
+
+
+def _import_problem(name: str) -> str | None:
+    """Why a package that is installed cannot be imported, in one line."""
+    try:
+        import_module(name)
+    except registry.PLUGIN_ERRORS as error:
+        return registry.describe(error)
+    return None
 
 
 def _cuda_extra(driver: Driver) -> str:

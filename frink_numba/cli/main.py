@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from frink_numba import __version__
 from frink_numba.cli import bench, doctor, fetch, generate, inspect, output, plan, score
+from frink_numba.cli.streams import prepare_streams
 from frink_numba.errors import FrinkError
 
 EXIT_ERROR = 1
@@ -74,6 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name); answers the exit code."""
     try:
+        prepare_streams()
         try:
             arguments = build_parser().parse_args(argv)
             output.log_to_stderr()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,8 +39,8 @@ def write_table(
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
-    # Piped to a file or a pager, a table is not squeezed into 80 columns.
-    width = None if sys.stdout.isatty() else 160
+    # Piped to a file or a pager, a table is not squeezed into 80 columns. A COLUMNS of 0 tells no width.
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
     console = Console(width=width, markup=False, emoji=False, highlight=False)
     with console.capture() as drawn:
         console.print(table)

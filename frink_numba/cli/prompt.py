@@ -20,6 +20,8 @@ def read_text(parser: argparse.ArgumentParser, text: str | None, file: Path | No
             return file.read_text("utf-8")
         if text is not None and text != "-":
             return text
+        if sys.stdin is None:
+            raise PromptError("no text: stdin is closed; give the text as an argument or with --file")
         if text is None and sys.stdin.isatty():
             parser.error('no text: give it as an argument, or "-" to type it and end with Ctrl-D')
         return sys.stdin.buffer.read().decode("utf-8")

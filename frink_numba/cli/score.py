@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from frink_numba.cli import arguments as common
 from frink_numba.cli import output
+
+if TYPE_CHECKING:
+    from frink_numba.host.model import Model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,14 +36,15 @@ def run(arguments: argparse.Namespace) -> int:
             report = (lambda done, total: bar("score", done, total)) if bar else None
             scores = token_log_probabilities(decoder, tokens, progress=report)
         entries = [
-            {"id": token, "text": model.tokenizer.decode([token]), "log_probability": score}
-            for token, score in zip(tokens, [None, *scores.tolist()], strict=True)
+            {"id": token, "text": piece, "log_probability": score}
+            for token, piece, score in zip(tokens, _pieces(model, tokens), [None, *scores.tolist()], strict=True)
         ]
+        total = perplexity(scores)
         document = {
             "model": label(model),
             "scored": len(scores),
             "log_probability": float(scores.sum()),
-            "perplexity": perplexity(scores),
+            "perplexity": total if math.isfinite(total) else None,
             "tokens": entries,
         }
     if arguments.summary:
@@ -52,12 +56,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _pieces(model: Model, tokens: list[int]) -> list[str]:
+    """The text that each token adds: together they are the text, blanks included; a character comes with its last."""
+    stream = model.tokenizer.stream()
+    pieces = [stream.push(token) for token in tokens]
+    pieces[-1] += stream.flush()
+    return pieces
+
+
 def _write(document: dict[str, Any]) -> None:
     for position, entry in enumerate(document.get("tokens", [])):
         score = entry["log_probability"]
         shown = "-" if score is None else f"{score:.4f}"
         output.write_text(f"{position:6d} {entry['id']:8d} {shown:>10}  {entry['text']!r}\n")
-    sys.stdout.write(
-        f"{document['scored']} tokens scored, log-probability {document['log_probability']:.4f}, "
-        f"perplexity {document['perplexity']:.4f}\n"
+    total = document["perplexity"]
+    shown = "beyond floating-point numbers" if total is None else f"{total:.4f}"
+    output.write_text(
+        f"{document['scored']} tokens scored, log-probability {document['log_probability']:.4f}, perplexity {shown}\n"
     )

@@ -9,7 +9,7 @@ import pytest
 
 from frink_numba.cli.main import build_parser
 from frink_numba.receipt import cpu_name
-from tests.cli.runner import frink, frink_json
+from tests.cli.runner import frink, frink_json, one_line_error
 
 
 def test_a_receipt_is_what_json_says(smollm2_path: Path, tmp_path: Path) -> None:
@@ -26,6 +26,15 @@ def test_a_receipt_is_what_json_says(smollm2_path: Path, tmp_path: Path) -> None
         assert (row["metric"], row["runs"], row["backend"]) == ("tok/s", 2, "host")
         assert 0 < row["p20"] <= row["value"] <= row["p80"]
         assert "baseline" not in row
+
+
+def test_a_receipt_that_cannot_be_written_is_told_before_anything_is_measured(
+    smollm2_path: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    for place, words in ((tmp_path, "is a folder"), (tmp_path / "file" / "a.json", "no receipt can be written to")):
+        message = one_line_error(frink("bench", "smollm2-135m", "-p", "4096", "-r", "1000", "--receipt", str(place)))
+        assert words in message
 
 
 def test_the_table_shows_the_figures(smollm2_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from frink_numba import settings
 from frink_numba.cli import checks
 from frink_numba.driver import Device, Driver
-from tests.cli.runner import frink, frink_json
+from tests.cli.runner import ROOT, frink, frink_json
 
 _GPU = Device(0, "A GPU", 80 * 2**30, (9, 0), 132)
 
@@ -65,6 +67,51 @@ def test_a_missing_package_is_broken_with_the_command(monkeypatch: pytest.Monkey
     check = _by_name(checks.packages(Driver(None, None, (), "none")))["tokenizers"]
     assert check.status == checks.BROKEN
     assert check.remedy.startswith('pip install "tokenizers>=')
+
+
+@pytest.mark.parametrize("name", ["jinja2", "tokenizers", "gguf"])
+def test_a_package_that_is_there_but_broken_is_broken(name: str) -> None:
+    code = (
+        f"import sys; sys.modules[{name!r}] = None\n"
+        "from frink_numba.cli import checks; from frink_numba.driver import Driver\n"
+        f"(check,) = [c for c in checks.packages(Driver(None, None, (), 'none')) if c.name == {name!r}]\n"
+        "print(check.status, '|', check.found, '|', check.remedy)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("broken | ")
+    assert "but its import fails: ModuleNotFoundError" in done.stdout
+    assert f"| pip install --force-reinstall {name}\n" in done.stdout
+
+
+def test_a_models_folder_that_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models").mkdir()
+    monkeypatch.setenv("FRINK_CACHE_DIR", str(tmp_path))
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checks.os, "listdir", refuse)
+        found = _by_name(checks.cache())
+    assert found["models"].status == checks.WARN
+    assert found["models"].found == f"{tmp_path / 'models'} cannot be read: Permission denied"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", refuse)
+        (check,) = checks.cache()
+    assert (check.status, check.found) == (checks.WARN, f"{tmp_path}: Permission denied")
+
+
+def test_a_check_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("no\nreason")
+
+    fail.__name__ = "backends"
+    monkeypatch.setattr(checks, "backends", fail)
+    sections = dict(checks.examine())
+    assert sections["backends"] == [
+        checks.Check("backends", checks.WARN, "could not be examined: ZeroDivisionError: no reason")
+    ]
+    assert len(sections) == 6
 
 
 def test_a_numpy_too_new_is_broken_with_the_pin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,25 @@ def test_help_into_a_closed_pipe_is_quiet() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(30) == 141
+
+
+@pytest.mark.parametrize("where", ["frink_numba.cli.bench", "frink_numba.cli.main", "argparse"])
+def test_control_c_while_it_starts(where: str) -> None:
+    """An interrupt while modules are imported, or arguments read, is one line, too."""
+    code = (
+        "import signal, sys, os, importlib.abc\n"
+        "class Interrupted(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        f"        if name == {where!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        f"if {where!r} != 'argparse':\n"
+        "    sys.meta_path.insert(0, Interrupted())\n"
+        "else:\n"
+        "    import argparse; argparse.ArgumentParser.parse_args = lambda *a: os.kill(os.getpid(), signal.SIGINT)\n"
+        "from frink_numba.__main__ import main\n"
+        "sys.exit(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "doctor"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nfrink-numba: interrupted\n")
 
 
 def test_version() -> None:

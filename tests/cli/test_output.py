@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -42,6 +43,28 @@ def test_progress_is_shown_on_a_terminal_and_stdout_stays_clean(smollm2_path: Pa
     assert b"pp4" in shown
     assert b"/3" in shown  # runs of it, the one before the measured ones included
     assert document["benchmark"] == "bench"
+
+
+@pytest.mark.parametrize("columns", ["0", "", "40", "wide"])
+def test_a_table_on_a_terminal_of_any_width(columns: str) -> None:
+    """A COLUMNS of 0, which some programs leave behind, once left nothing of it."""
+    pty = pytest.importorskip("pty", reason="Windows has no pseudo-terminals")
+    ours, theirs = pty.openpty()
+    done = subprocess.run(
+        command("fetch", "--list"),
+        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT, "TERM": "xterm", "NO_COLOR": "1", "COLUMNS": columns},
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        timeout=60,
+    )
+    os.close(theirs)
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", os.read(ours, 65536).decode())
+    os.close(ours)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert "smo" in shown
+    assert max(map(len, shown.splitlines())) <= (40 if columns == "40" else 80)
 
 
 def test_no_progress_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from frink_numba.cli.main import main
+from frink_numba.host import score
 from frink_numba.host.decoder import Decoder
 from frink_numba.host.load import load
 from tests.cli.runner import frink, frink_json, one_line_error
+from tests.golden.tiny import VARIANTS
+from tests.golden.tiny_gguf import content, write
+from tests.vocabularies import sentencepiece
 
 _TEXT = "The capital of France is Paris."
 
@@ -33,6 +40,30 @@ def test_each_token_has_its_own_probability(smollm2_path: Path, tmp_path: Path) 
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
     assert document["log_probability"] == pytest.approx(sum(found))
     assert document["perplexity"] == pytest.approx(math.exp(-sum(found) / len(found)))
+
+
+def test_the_texts_of_tokens_make_up_the_text(tmp_path: Path) -> None:
+    """SentencePiece's blanks stand where the text has them; a character of several tokens comes with its last."""
+    metadata = sentencepiece()
+    tokens = metadata["tokenizer.ggml.tokens"]
+    file = content(replace(VARIANTS["llama_grouped"], vocab=len(tokens)))
+    file.metadata |= metadata
+    path = write(file, tmp_path / "sentencepiece.gguf")
+    text = "hello world \u00e9\U0001f999 x"
+    document = frink_json("score", str(path), text)
+    pieces = [entry["text"] for entry in document["tokens"]]
+    assert "".join(pieces).removeprefix("<s>") == text
+    assert "" in pieces
+
+
+def test_a_perplexity_beyond_floats_is_null_in_json(
+    monkeypatch: pytest.MonkeyPatch, capsys, smollm2_path: Path
+) -> None:
+    monkeypatch.setattr(score, "token_log_probabilities", lambda decoder, tokens, **_: np.full(len(tokens) - 1, -1e4))
+    assert main(["score", str(smollm2_path), "a b c", "--json", "--backend", "host"]) == 0
+    assert json.loads(capsys.readouterr().out)["perplexity"] is None
+    assert main(["score", str(smollm2_path), "a b c", "--backend", "host"]) == 0
+    assert capsys.readouterr().out.endswith("perplexity beyond floating-point numbers\n")
 
 
 def test_lines_and_summary(smollm2_path: Path) -> None:
