@@ -329,6 +329,7 @@ def test_a_window_is_refused_where_the_file_does_not_say_which_layers_have_it():
     [
         {"expert_count": 0, "expert_used_count": 0},
         {"rope__scaling__yarn_ext_factor": 1.0, "rope__scaling__yarn_beta_fast": 16.0},
+        {"expert_gating_func": 1, "expert_group_count": 0, "expert_group_used_count": 0, "nextn_predict_layers": 0},
         {"attention__causal": True},
         {"rope__scaling__attn_factor": 1.0},
         {"tensor_data_layout": "Meta AI original pth", "pooling_type": 0},
