@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from frink_numba.layer import Layer
+from frink_numba.quant import QuantMatrix
 
 
 class LayerCache(Protocol):
@@ -30,11 +31,31 @@ class LayerCache(Protocol):
         """K [rows, n_kv_heads, key_dim] and V [rows, n_kv_heads, value_dim], float32 or float16, without a copy."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Edges:
+    """What lies around a model's layers.
+
+    Before them `hidden = embedding_scale * embedding[tokens]`, behind them `logits = output . rms_norm(hidden)`, with
+    the weight `output_norm`, float32 [hidden_dim].
+    """
+
+    embedding: QuantMatrix  # [vocab, hidden_dim]
+    embedding_scale: float
+    output_norm: np.ndarray
+    norm_eps: float
+    output: QuantMatrix  # [vocab, hidden_dim]
+
+
 @dataclass(slots=True)
 class Step:
     """A hidden batch on its way through the layers (R1).
 
     `hidden` is float32 [batch, hidden_dim], C-contiguous, and None when a plan only asks. A backend never writes to it.
+
+    A step that begins with tokens may have `tokens` (int64 [batch]) and `edges`, and in place of `hidden` the function
+    `lookup` that makes it. A backend with the attribute `takes_tokens` then gets `hidden` None when its run begins at
+    layer 0, and looks the tokens up itself or calls `lookup`; a run of its that ends with the last layer may answer the
+    `logits` of so many of the last rows, and `hidden` None where nothing wants it.
     """
 
     layers: Sequence[Layer]
@@ -43,6 +64,10 @@ class Step:
     batch: int
     hidden: np.ndarray | None = None
     hidden_after: frozenset[int] = field(default_factory=frozenset)  # a run ends after each of these layers
+    tokens: np.ndarray | None = None
+    edges: Edges | None = None
+    lookup: Callable[[], np.ndarray] | None = None
+    logits: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +90,13 @@ class Run:
 
     `hidden` float32 [batch, hidden_dim], C-contiguous; `kv_rows` one (K, V) pair a layer, float32
     [batch, n_kv_heads, head_dim], K after the rotation (R9). `experts` names the experts each layer used; None means
-    expert 0 of each (R22).
+    expert 0 of each (R22). `logits` float32 [step.logits, vocab], where the backend made them (see `Step`).
     """
 
-    hidden: np.ndarray
+    hidden: np.ndarray | None
     kv_rows: list[tuple[np.ndarray, np.ndarray]]
     experts: Sequence[Sequence[int]] | None = None
+    logits: np.ndarray | None = None
 
 
 @runtime_checkable

@@ -32,15 +32,17 @@ class Served:
 class StepResult:
     """A step's outcome over all layers.
 
-    `hidden` float32 [batch, hidden_dim]; `kv_rows` and `experts` one entry a layer; `hidden_states` the hidden batch
-    after each layer of `step.hidden_after`.
+    `hidden` float32 [batch, hidden_dim], or None where a backend made the `logits` of the step's last rows or nobody
+    wants any; `kv_rows` and `experts` one entry a layer; `hidden_states` the hidden batch after each layer of
+    `step.hidden_after`.
     """
 
-    hidden: np.ndarray
+    hidden: np.ndarray | None
     kv_rows: list[tuple[np.ndarray, np.ndarray]]
     experts: list[tuple[int, ...]]
     hidden_states: dict[int, np.ndarray]
     served: list[Served]
+    logits: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +77,12 @@ class Dispatcher:
                 warn_once(f"backend {backend.name} failed to close: {describe(error)}")
 
     def run(self, step: Step) -> StepResult:
-        """Take `step.hidden` through every layer.
+        """Take `step.hidden`, or what `step.lookup` makes of its tokens, through every layer.
 
         A backend that fails after admission is reported once, and the next in the order serves its layers (R21);
         an error of `host` itself is raised. BackendError names the first layer that nobody serves, with every reason.
         """
         _check_step(step)
-        assert step.hidden is not None
         result = StepResult(step.hidden, [], [], {}, [])
         step = replace(step, hidden=_read_only(step.hidden))  # the one that backends are asked about
         barred: dict[int, list[tuple[str, str]]] = {}  # layer -> backends that failed there in this step
@@ -92,17 +93,21 @@ class Dispatcher:
             if backend is None:
                 raise BackendError(self._nobody(l, verdicts[0]))
             _say_declines(verdicts, barred.get(l, ()))
+            if result.hidden is None and not getattr(backend, "takes_tokens", False):
+                assert step.lookup is not None  # `_check_step` has seen it, and a run before has answered its batch
+                result.hidden = step.lookup()
+                _check_hidden(result.hidden, step)
             run, failure = self._try_run(backend, l, length, step, result.hidden)
             if run is None:
                 for layer in range(l, l + length):
                     barred.setdefault(layer, []).append((backend.name, failure))
                 continue
-            result.hidden = run.hidden
+            result.hidden, result.logits = run.hidden, run.logits
             result.kv_rows += run.kv_rows
             result.experts += [tuple(map(int, used)) for used in run.experts or [(0,)] * length]
             result.served.append(Served(backend.name, l, length))
             l += length  # noqa: E741
-            if l - 1 in step.hidden_after:
+            if l - 1 in step.hidden_after and run.hidden is not None:  # `_check_run` has seen that it is there
                 result.hidden_states[l - 1] = run.hidden
         return result
 
@@ -162,7 +167,7 @@ class Dispatcher:
         l: int,  # noqa: E741
         length: int,
         step: Step,
-        hidden: np.ndarray,
+        hidden: np.ndarray | None,
     ) -> tuple[Run | None, str]:
         """The run, checked; or None and why. What a backend gets to see cannot be written to."""
         if backend.name == HOST:
@@ -212,8 +217,10 @@ def _ask(backend: Backend, l: int, step: Step) -> Serve | Decline:  # noqa: E741
     return Decline(f"can_serve answered {type(answer).__name__} instead of Serve or Decline")
 
 
-def _read_only(hidden: np.ndarray) -> np.ndarray:
+def _read_only(hidden: np.ndarray | None) -> np.ndarray | None:
     """A view of `hidden` that cannot be written to by mistake."""
+    if hidden is None:
+        return None
     shown = hidden.view()
     shown.flags.writeable = False
     return shown
@@ -227,27 +234,35 @@ def _say_declines(verdicts: Sequence[_Verdict], said: Sequence[tuple[str, str]])
 
 
 def _check_step(step: Step) -> None:
-    if step.hidden is None:
+    if step.hidden is None and (step.lookup is None or not step.layers):
         raise ShapeError("a step to run needs a hidden batch; without one it can only be planned")
     if len(step.layers) != len(step.caches):
         raise CacheError(f"{len(step.layers)} layers, but {len(step.caches)} layer caches")
-    if step.hidden.dtype != np.float32 or not step.hidden.flags.c_contiguous:
-        raise ShapeError(f"the hidden batch must be C-contiguous float32, not {step.hidden.dtype}")
-    width = step.layers[0].hidden_dim if step.layers else step.hidden.shape[-1]
-    if step.hidden.shape != (step.batch, width):
-        raise ShapeError(f"the hidden batch has shape {list(step.hidden.shape)}, not [{step.batch}, {width}]")
+    if step.hidden is not None:
+        _check_hidden(step.hidden, step)
+
+
+def _check_hidden(hidden: np.ndarray, step: Step) -> None:
+    if hidden.dtype != np.float32 or not hidden.flags.c_contiguous:
+        raise ShapeError(f"the hidden batch must be C-contiguous float32, not {hidden.dtype}")
+    width = step.layers[0].hidden_dim if step.layers else hidden.shape[-1]
+    if hidden.shape != (step.batch, width):
+        raise ShapeError(f"the hidden batch has shape {list(hidden.shape)}, not [{step.batch}, {width}]")
 
 
 def _check_run(run: Run | None, layers: Sequence[Layer], l: int, length: int, step: Step) -> None:  # noqa: E741
     """A run's arrays have the promised shapes; ShapeError says which has not."""
     if run is None:
         raise ShapeError("host answered no run")
-    assert step.hidden is not None
-    hidden = run.hidden
-    if hidden.shape != step.hidden.shape or hidden.dtype != np.float32:
-        raise ShapeError(
-            f"it answered a hidden batch of {hidden.dtype} {list(hidden.shape)}, not {list(step.hidden.shape)}"
-        )
+    hidden, last, want = run.hidden, l + length - 1, (step.batch, layers[l].hidden_dim)
+    if run.logits is not None and (last + 1 < len(layers) or run.logits.shape[:1] != (step.logits,)):
+        raise ShapeError(f"it answered logits {list(run.logits.shape)} that nobody asked for")
+    if hidden is None:
+        wanted = last in step.hidden_after or (step.logits > 0 and run.logits is None)
+        if last + 1 < len(layers) or step.tokens is None or wanted:
+            raise ShapeError("it answered no hidden batch")
+    elif hidden.shape != want or hidden.dtype != np.float32:
+        raise ShapeError(f"it answered a hidden batch of {hidden.dtype} {list(hidden.shape)}, not {list(want)}")
     if run.experts is not None and not all(isinstance(int(e), int) for used in run.experts for e in used):
         raise ShapeError("it names experts that are no numbers")
     if len(run.kv_rows) != length or (run.experts is not None and len(run.experts) != length):

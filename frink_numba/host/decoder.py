@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from frink_numba.backend import Backend, Step
+from frink_numba.backend import Backend, Edges, Step
 from frink_numba.dispatch import Dispatcher
 from frink_numba.errors import CacheError, Cancelled, FrinkError, PromptError, SettingError
 from frink_numba.host.backend import HostBackend
@@ -57,6 +57,9 @@ class Decoder:
         self.model = model
         self._lock = threading.Lock()
         self._scratch = Scratch()
+        self._edges: Edges | None = Edges(
+            model.embedding, model.hyper.embedding_scale, model.output_norm, model.hyper.norm_eps, model.output
+        )
         self._dispatcher: Dispatcher | None = Dispatcher(model.layers, host=self._host, backends=backends)
         self._activations: list[dict[int, int]] = [{} for _ in model.layers]
         model.add_user(self)
@@ -172,6 +175,7 @@ class Decoder:
         """Close the backends; may be called twice."""
         with self._lock:
             dispatcher, self._dispatcher = self._dispatcher, None
+            self._edges = None  # it looks into the mapped file
         if dispatcher is not None:
             dispatcher.close()
 
@@ -207,15 +211,32 @@ class Decoder:
     ) -> None:
         """Run tokens first .. last-1, fill their part of `output`, then push: what fails before leaves no trace."""
         dispatcher, model = self._open(), self.model
-        batch = embed(model.embedding, ids[first:last], model.hyper)
-        step = Step(dispatcher.layers, cache, cache.positions, last - first, batch, hidden_after)
+        tokens = ids[first:last]
+        wanted: np.ndarray | None = None  # the part of `output.logits` that this chunk fills
+        if output.logits is not None and output.logits.ndim == 2:
+            wanted = output.logits[first:last]
+        elif output.logits is not None and last == len(ids):
+            wanted = output.logits[None]
+        step = Step(
+            dispatcher.layers,
+            cache,
+            cache.positions,
+            last - first,
+            hidden_after=hidden_after,
+            tokens=tokens,
+            edges=self._edges,
+            lookup=lambda: embed(model.embedding, tokens, model.hyper),
+            logits=0 if wanted is None else len(wanted),
+        )
         result = dispatcher.run(step)
         for layer in hidden_after:
             output.hidden[layer][first:last] = result.hidden_states[layer]
-        if output.logits is not None and output.logits.ndim == 2:
-            self._logits(result.hidden, output.logits[first:last])
-        elif output.logits is not None and last == len(ids):
-            self._logits(result.hidden[-1:], output.logits[None])
+        if wanted is not None and result.logits is not None:
+            np.copyto(wanted, result.logits)
+            bend_logits(wanted, model.hyper)
+        elif wanted is not None:
+            assert result.hidden is not None  # the dispatcher answers one of the two
+            self._logits(result.hidden[-len(wanted) :], wanted)
         cache.push(result.kv_rows)
         for counts, experts in zip(self._activations, result.experts, strict=True):
             for expert in experts:
