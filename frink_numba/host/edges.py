@@ -19,11 +19,12 @@ def embed(embedding: QuantMatrix, ids: np.ndarray, hyper: Hyperparameters) -> np
 
 
 def bend_logits(logits: np.ndarray, hyper: Hyperparameters) -> None:
-    """Divide by the model's divisor and cap softly, in place; plain models are left alone."""
-    if hyper.logit_divisor != 1:
-        np.divide(logits, np.float32(hyper.logit_divisor), out=logits)
-    if hyper.logit_softcap:
-        cap = np.float32(hyper.logit_softcap)
-        np.divide(logits, cap, out=logits)
-        np.tanh(logits, out=logits)
-        np.multiply(logits, cap, out=logits)
+    """Divide by the model's divisor and cap softly, in place; plain models are left alone. NaN and infinity may come."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if hyper.logit_divisor != 1:
+            np.divide(logits, np.float32(hyper.logit_divisor), out=logits)
+        if hyper.logit_softcap:
+            cap = np.float32(hyper.logit_softcap)
+            np.divide(logits, cap, out=logits)
+            np.tanh(logits, out=logits)
+            np.multiply(logits, cap, out=logits)

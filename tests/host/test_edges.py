@@ -42,6 +42,15 @@ def test_plain_logits_are_left_alone() -> None:
     np.testing.assert_array_equal(bent, logits())
 
 
+def test_infinities_and_nan_show_without_a_warning() -> None:
+    bent = np.array([[np.inf, -np.inf, np.nan, 3e38]], np.float32)
+    bend_logits(bent, replace(plain(), logit_divisor=0.1, logit_softcap=30.0))
+    np.testing.assert_array_equal(bent, np.array([[30, -30, np.nan, 30]], np.float32))
+    bent = np.array([[3e38]], np.float32)
+    bend_logits(bent, replace(plain(), logit_divisor=0.1))
+    assert np.isinf(bent).all()
+
+
 @pytest.mark.parametrize(("divisor", "cap"), [(8.0, 0.0), (1.0, 30.0), (2.0, 5.0)])
 def test_logits_are_divided_and_then_capped(divisor: float, cap: float) -> None:
     """Fault 11: the cap bounds them, in this order, for one row as for all."""
