@@ -10,7 +10,7 @@ import numpy as np
 
 from frink_numba.backend import Decline, LayerCache, Run, Serve, Step
 from frink_numba.cuda.admission import Admission
-from frink_numba.cuda.body import KvSource
+from frink_numba.cuda.body import Ends, KvSource
 from frink_numba.cuda.classify import decline_reason
 from frink_numba.cuda.device import CudaDevice, open_device
 from frink_numba.cuda.residency import hold_layers, release_holder
@@ -21,8 +21,6 @@ from frink_numba.cuda.weights import DeviceLayer
 from frink_numba.errors import BackendUnavailable, ShapeError
 from frink_numba.layer import Layer
 from frink_numba.log import warn_once
-
-MIN_BATCH = 4  # rows; below it the matrix products read all weights for next to no work (R2)
 
 
 def create(layers: Sequence[Layer], device: str | None = None) -> CudaBackend:
@@ -42,6 +40,8 @@ class CudaBackend:
     Weights go up with the first run of their layer and stay until `close`; other backends over the same layers and the
     same device share them.
     """
+
+    takes_tokens = True
 
     def __init__(self, layers: Sequence[Layer], device: CudaDevice, name: str = "cuda") -> None:
         self.name = name
@@ -70,8 +70,9 @@ class CudaBackend:
         problem = self.device.problem
         if problem is not None:
             return Decline(problem)
-        if step.batch < MIN_BATCH:
-            return Decline(f"a batch of fewer than {MIN_BATCH} rows")
+        least = self.device.body.least_batch
+        if step.batch < least:
+            return Decline(f"a batch of fewer than {least} rows")
         if step.layers[l] is not self._layers[l]:
             return Decline("the step's layer is not the one the backend was made for")
         reason = self._reasons[l] or _cache_reason(step.caches[l], self._layers[l], step.start_pos)
@@ -89,9 +90,10 @@ class CudaBackend:
         ShapeError, before any device work, when the step's arrays do not fit the layers (R20).
         """
         layers = self._layers[l : l + length]
-        if step.hidden is None:
+        if step.hidden is None and (l or step.lookup is None or step.tokens is None):
             raise ShapeError("a step to run needs a hidden batch")
-        check_hidden(step.hidden, step.batch, layers)
+        if step.hidden is not None:
+            check_hidden(step.hidden, step.batch, layers)
         sources = []
         for number, layer in enumerate(layers, l):
             keys, values = step.caches[number].prefix()
@@ -103,8 +105,13 @@ class CudaBackend:
         try:
             with device.working():
                 resident, block = self._make_room(l, layers, step, traffic)
-                hidden, kv_rows = device.body.run(
-                    device.workspace, resident, step.hidden, sources, step.start_pos, block, traffic
+                ends = self._ends(l, length, step, traffic)
+                hidden = step.hidden
+                if hidden is None and ends.tokens is None and step.lookup is not None:
+                    hidden = step.lookup()
+                    check_hidden(hidden, step.batch, layers)
+                answer = device.body.run(
+                    device.workspace, resident, hidden, sources, step.start_pos, block, traffic, ends
                 )
         except Exception as error:  # numba, cuda.core and cuda.bindings each have classes of their own
             failure = device.problem or device.failed(error)
@@ -113,7 +120,27 @@ class CudaBackend:
         finally:
             with self._traffic_lock:
                 self._traffic.add(traffic)
-        return Run(hidden, kv_rows)
+        return Run(answer.hidden, answer.rows, logits=answer.logits)
+
+    def _ends(self, l: int, length: int, step: Step, traffic: Traffic) -> Ends:  # noqa: E741
+        """What the run does beside its layers; under `working()`, when layers and scratch are in place.
+
+        Embedding and output matrix go up with the first step that they have room beside.
+        """
+        last, edges = l + length == len(self._layers), step.edges
+        whole = Ends(hidden=not last or l + length - 1 in step.hidden_after or step.tokens is None or step.logits > 0)
+        takes, gives = step.hidden is None, last and step.logits > 0
+        device = self.device
+        if edges is None or not (takes or gives) or device.body.why_not_edges(edges) is not None:
+            return whole
+        held = device.bank.find(edges, self._holder)
+        if held is None:
+            if device.held_bytes + device.body.edges_bytes(edges) > device.memory.bytes():
+                return whole
+            held = device.body.upload_edges(edges, device.workspace.compute, traffic)
+            device.bank.add(held, self._holder)
+        wanted = (whole.hidden and not gives) or l + length - 1 in step.hidden_after
+        return Ends(step.tokens if takes else None, held, step.logits if gives else 0, wanted)
 
     def host_bytes(self, nbytes: int) -> np.ndarray:
         """Page-locked host memory, uint8 [nbytes]: K/V rows of a cache that lies there come down without a copy.
@@ -160,7 +187,7 @@ class CudaBackend:
             needed = {id(self._layers[number]) for number in self._admission.admitted()} | {id(x) for x in layers}
             for layer in bank.held_by(self._holder):
                 if over > 0 and id(layer) not in needed:
-                    over -= body.layer_bytes(layer)
+                    over -= bank.get(layer).nbytes
                     bank.drop(layer, self._holder)
             body.dropped()
             device.runtime.release()

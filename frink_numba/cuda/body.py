@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+from frink_numba.backend import Edges
 from frink_numba.cuda.traffic import Traffic
 from frink_numba.cuda.weights import DeviceLayer
 from frink_numba.layer import Layer
@@ -34,6 +35,31 @@ class KvSource:
     cache: Any = None
 
 
+@dataclass(slots=True)
+class Ends:
+    """What a run does before its first layer and behind its last one, beside the layers.
+
+    tokens: int [batch] to be looked up, in place of a hidden batch; or None. edges: what `Body.upload_edges` made, or
+    None when neither is wanted. logits: of so many of the last rows. hidden: whether the hidden batch comes down.
+    """
+
+    tokens: np.ndarray | None = None
+    edges: Any = None
+    logits: int = 0
+    hidden: bool = True
+
+
+WHOLE = Ends()
+
+
+class Answer(NamedTuple):
+    """The new hidden batch, each layer's K/V rows float32 [batch, n_kv_heads, head_dim], and logits, where wanted."""
+
+    hidden: np.ndarray | None
+    rows: list[Rows]
+    logits: np.ndarray | None = None
+
+
 class ScratchSize(Protocol):
     def nbytes(self, batch: int, start_pos: int) -> int:
         """Bytes of scratch of a run of any of the layers, for `batch` rows from position `start_pos` on."""
@@ -44,6 +70,10 @@ class Body(Protocol):
 
     @property
     def tier(self) -> str: ...
+
+    @property
+    def least_batch(self) -> int:
+        """Rows of the smallest batch that is worth the device (R2)."""
 
     def why_not(self, layer: Layer) -> str | None:
         """Why this tier cannot run a layer that others can, in one line; None when it can. From the description."""
@@ -70,6 +100,15 @@ class Body(Protocol):
     def upload(self, layer: Layer, stream: Any, traffic: Traffic) -> DeviceLayer:
         """Allocate the layer's memory and fill it in the order of `stream`."""
 
+    def why_not_edges(self, edges: Edges) -> str | None:
+        """Why this tier neither looks tokens up nor makes logits; None when it does."""
+
+    def edges_bytes(self, edges: Edges) -> int:
+        """Bytes that they take on the device. From the description."""
+
+    def upload_edges(self, edges: Edges, stream: Any, traffic: Traffic) -> DeviceLayer:
+        """As `upload`; `.layer` of what is made is `edges`."""
+
     def dropped(self) -> None:
         """Layers or scratch were given back: let go of what refers to them."""
 
@@ -77,15 +116,15 @@ class Body(Protocol):
         self,
         work: Workspace,
         layers: Sequence[Any],
-        hidden: np.ndarray,
+        hidden: np.ndarray | None,
         sources: Sequence[KvSource],
         start_pos: int,
         block: Any,
         traffic: Traffic,
-    ) -> tuple[np.ndarray, list[Rows]]:
-        """Take `hidden` [batch, hidden_dim] through uploaded `layers`; shapes are checked already.
+        ends: Ends = WHOLE,
+    ) -> Answer:
+        """Take `hidden` [batch, hidden_dim], or `ends.tokens`, through uploaded `layers`; shapes are checked already.
 
-        `block`: scratch of at least `scratch(...).nbytes`. Answers the new hidden batch and each layer's K/V rows
-        float32 [batch, n_kv_heads, head_dim], K after the rotation, in memory that is the caller's. Raises what the
-        runtime and the kernels raise, once nothing runs on the device any more.
+        `block`: scratch of at least `scratch(...).nbytes`. K rows are answered after the rotation; all arrays are the
+        caller's. Raises what the runtime and the kernels raise, once nothing runs on the device any more.
         """

@@ -146,8 +146,9 @@ def _launch(
             )
             check_room(device, mirrors, need)
             block = device.workspace.arena.reserve(need, spare=0)
-            answer = device.body.run(device.workspace, layers, hidden, sources, start_pos, block, traffic)
+            done = device.body.run(device.workspace, layers, hidden, sources, start_pos, block, traffic)
     except Exception as error:  # numba, cuda.core and cuda.bindings each have classes of their own
         raise DeviceError(device.problem or device.failed(error)) from error
     resident.traffic.add(traffic)
-    return answer
+    assert done.hidden is not None  # it was not told otherwise
+    return done.hidden, done.rows

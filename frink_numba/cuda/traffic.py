@@ -13,6 +13,7 @@ class Traffic:
     hidden_up: int = 0
     hidden_down: int = 0
     kv_down: int = 0
+    logits_down: int = 0
     prefix_up: int = 0
     synchronizations: int = 0  # times a run made the calling thread wait for the device
     runs: int = 0  # runs that succeeded

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
+from frink_numba.backend import Edges
 from frink_numba.layer import Layer
+
+Part: TypeAlias = Layer | Edges
+"""What is held as one: a layer, or what lies around a model's layers."""
 
 
 class DeviceLayer(Protocol):
-    """A layer on a device, as the device's body made it."""
+    """A part of a model on a device, as the device's body made it."""
 
     @property
-    def layer(self) -> Layer: ...
+    def layer(self) -> Any:
+        """The part it was made from."""
 
     @property
     def nbytes(self) -> int: ...
@@ -29,7 +34,7 @@ class WeightBank:
         self._held: Counter[object] = Counter()
         self.nbytes = 0
 
-    def find(self, layer: Layer, holder: object) -> DeviceLayer | None:
+    def find(self, layer: Part, holder: object) -> DeviceLayer | None:
         """The layer if it is here; `holder` then holds it too."""
         entry = self._entries.get(id(layer))
         if entry is None:
@@ -37,7 +42,7 @@ class WeightBank:
         self._hold(entry, holder)
         return entry[0]
 
-    def get(self, layer: Layer) -> DeviceLayer:
+    def get(self, layer: Part) -> DeviceLayer:
         """The layer, which is here."""
         return self._entries[id(layer)][0]
 
@@ -46,7 +51,7 @@ class WeightBank:
         self.nbytes += uploaded.nbytes
         self._hold(entry, holder)
 
-    def drop(self, layer: Layer, holder: object) -> None:
+    def drop(self, layer: Part, holder: object) -> None:
         """`holder`, which holds the layer, needs it no more."""
         uploaded, holders = self._entries[id(layer)]
         holders.remove(holder)
@@ -57,7 +62,7 @@ class WeightBank:
             del self._entries[id(layer)]
             self.nbytes -= uploaded.nbytes
 
-    def held_by(self, holder: object) -> list[Layer]:
+    def held_by(self, holder: object) -> list[Part]:
         """The layers that `holder` holds, in the order they were uploaded."""
         return [uploaded.layer for uploaded, holders in self._entries.values() if holder in holders]
 

@@ -45,7 +45,7 @@ def go(device, layers, hidden, prefixes, start_pos):
         need = device.body.scratch(layers).nbytes(len(hidden), start_pos)
         block = device.workspace.arena.reserve(need, 0)
         sources = [KvSource(rows) for rows in prefixes]
-        hidden, rows = device.body.run(device.workspace, resident, hidden, sources, start_pos, block, traffic)
+        hidden, rows, _ = device.body.run(device.workspace, resident, hidden, sources, start_pos, block, traffic)
     return hidden, rows, traffic
 
 

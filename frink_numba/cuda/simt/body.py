@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from frink_numba.cuda.body import KvSource, Rows, ScratchSize
+from frink_numba.backend import Edges
+from frink_numba.cuda.body import WHOLE, Answer, Ends, KvSource, ScratchSize
 from frink_numba.cuda.runtime import Runtime
 from frink_numba.cuda.simt.launchers import Launchers
 from frink_numba.cuda.simt.run import run_layers
@@ -24,6 +25,7 @@ class SimtBody:
     """See `frink_numba.cuda.body.Body`. Prefix rows go up with every step: it keeps none of them."""
 
     tier = "simt"
+    least_batch = 4  # below it the matrix products read all weights for next to no work (R2)
     mirrored_bytes = 0
 
     def __init__(self, runtime: Runtime, launchers: Launchers) -> None:
@@ -48,6 +50,15 @@ class SimtBody:
     def forget(self, nbytes: int, keep: Sequence[Any] = ()) -> None:
         """There is nothing to forget."""
 
+    def why_not_edges(self, edges: Edges) -> str | None:
+        return "the simt tier serves layers only"
+
+    def edges_bytes(self, edges: Edges) -> int:
+        raise NotImplementedError  # `why_not_edges` has a reason
+
+    def upload_edges(self, edges: Edges, stream: Any, traffic: Traffic) -> SimtLayer:
+        raise NotImplementedError
+
     def dropped(self) -> None:
         """Nothing refers to layers or scratch between runs."""
 
@@ -58,11 +69,14 @@ class SimtBody:
         self,
         work: Workspace,
         layers: Sequence[SimtLayer],
-        hidden: np.ndarray,
+        hidden: np.ndarray | None,
         sources: Sequence[KvSource],
         start_pos: int,
         block: Any,
         traffic: Traffic,
-    ) -> tuple[np.ndarray, list[Rows]]:
+        ends: Ends = WHOLE,
+    ) -> Answer:
+        assert hidden is not None  # there are no edges
         prefixes = [source.prefix for source in sources]
-        return run_layers(self.runtime, self.launchers, work, layers, hidden, prefixes, start_pos, block, traffic)
+        answer = run_layers(self.runtime, self.launchers, work, layers, hidden, prefixes, start_pos, block, traffic)
+        return Answer(*answer)

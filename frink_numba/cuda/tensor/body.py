@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from frink_numba.backend import Edges
 from frink_numba.cuda.arena import Carver, float_bytes
-from frink_numba.cuda.body import KvSource, Rows
+from frink_numba.cuda.body import WHOLE, Answer, Ends, KvSource, Rows
 from frink_numba.cuda.runtime import Runtime
 from frink_numba.cuda.shapes import LayerShape
+from frink_numba.cuda.tensor.edges import TensorEdges, decline_edges, edges_bytes, upload_edges
 from frink_numba.cuda.tensor.mirror import Mirror, Mirrors
 from frink_numba.cuda.tensor.program import Program
 from frink_numba.cuda.tensor.scratch import ATTENTION_WORKSPACE, STAGED_ROWS, TensorScratch
@@ -41,6 +43,8 @@ class TensorBody:
         self._mirrors = Mirrors(runtime)
         self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._zeroed: Program | None = None  # that ran last: its counters are known to be zero
+
+    least_batch = 1
 
     @property
     def tier(self) -> str:
@@ -69,6 +73,15 @@ class TensorBody:
     def forget(self, nbytes: int, keep: Sequence[Any] = ()) -> None:
         self._mirrors.forget(nbytes, keep)
 
+    def why_not_edges(self, edges: Edges) -> str | None:
+        return decline_edges(edges)
+
+    def edges_bytes(self, edges: Edges) -> int:
+        return edges_bytes(edges)
+
+    def upload_edges(self, edges: Edges, stream: Any, traffic: Traffic) -> TensorEdges:
+        return upload_edges(self.runtime, edges, stream, traffic)
+
     def dropped(self) -> None:
         self._programs.clear()
         self._zeroed = None
@@ -80,27 +93,29 @@ class TensorBody:
         self,
         work: Workspace,
         layers: Sequence[TensorLayer],
-        hidden: np.ndarray,
+        hidden: np.ndarray | None,
         sources: Sequence[KvSource],
         start_pos: int,
         block: Any,
         traffic: Traffic,
-    ) -> tuple[np.ndarray, list[Rows]]:
+        ends: Ends = WHOLE,
+    ) -> Answer:
+        batch = len(ends.tokens) if hidden is None and ends.tokens is not None else len(_there(hidden))
         run, mirrors = _Run(self.runtime, work, traffic), list[Mirror]()
         try:
             zeroed, self._zeroed = self._zeroed, None
             shapes = [layer.shape for layer in layers]
-            total = start_pos + hidden.shape[0]
+            total = start_pos + batch
             mirrors = [
                 self._mirrors.get(shape, source.cache, total, work.compute)
                 for shape, source in zip(shapes, sources, strict=True)
             ]
-            program = self._program(layers, mirrors, hidden.shape[0], start_pos, self.runtime.address(block))
+            program = self._program(layers, mirrors, batch, self.runtime.address(block), ends)
             if zeroed is not program:  # the counters of another program lie elsewhere
                 self.runtime.zero(program.workspace, self._workspace_bytes + ATTENTION_WORKSPACE, work.compute)
             for layer, mirror, source in zip(layers, mirrors, sources, strict=True):
                 self._complete(layer, mirror, source, start_pos, program.staging, work, traffic)
-            answer = run.go(program, layers, mirrors, hidden, sources, start_pos)
+            answer = run.go(program, layers, mirrors, hidden, sources, start_pos, ends)
             self._zeroed = program
             return answer
         except BaseException:  # a keyboard interrupt too: memory that the device still writes to must not be reused
@@ -110,14 +125,17 @@ class TensorBody:
             raise
 
     def _program(
-        self, layers: Sequence[TensorLayer], mirrors: Sequence[Mirror], m: int, start_pos: int, base: int
+        self, layers: Sequence[TensorLayer], mirrors: Sequence[Mirror], m: int, base: int, ends: Ends
     ) -> Program:
-        scratch = self.scratch([layer.layer for layer in layers])
-        # Where the staging rows lie does not matter to the launches, only that there are some.
-        key = (m, base, bool(start_pos), *(x.serial for x in layers), *((x.k, x.capacity) for x in mirrors))
+        what = (m, base, None if ends.edges is None else ends.edges.serial, ends.tokens is None, ends.logits)
+        key = (what, *[x.serial for x in layers], *[x.k for x in mirrors], *[x.capacity for x in mirrors])
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = Program(self.kernels, scratch, layers, mirrors, m, start_pos, base)
+            scratch = self.scratch([layer.layer for layer in layers])
+            program = Program(
+                self.kernels, scratch, layers, mirrors, m, base, ends.edges, ends.tokens is not None, ends.logits
+            )
+            self._programs[key] = program
             if len(self._programs) > _PROGRAMS:
                 self._programs.popitem(last=False)
         self._programs.move_to_end(key)
@@ -154,6 +172,11 @@ class TensorBody:
         mirror.rows = start_pos
 
 
+def _there(array: np.ndarray | None) -> np.ndarray:
+    assert array is not None  # asked for only where it was made
+    return array
+
+
 class _Run:
     """One run: the hidden batch up, the launches, K/V rows and the hidden batch down."""
 
@@ -165,26 +188,31 @@ class _Run:
         program: Program,
         layers: Sequence[TensorLayer],
         mirrors: Sequence[Mirror],
-        hidden: np.ndarray,
+        hidden: np.ndarray | None,
         sources: Sequence[KvSource],
         start_pos: int,
-    ) -> tuple[np.ndarray, list[Rows]]:
+        ends: Ends,
+    ) -> Answer:
         runtime, work, traffic = self._runtime, self._work, self._traffic
-        stream = work.compute
-        batch = hidden.shape[0]
-        lend = work.pinned.lend
-        answer = Carver(lend(float_bytes(hidden.size))).array(hidden.shape)
+        stream, lend = work.compute, work.pinned.lend
+        shape = (program.rows, layers[0].shape.hidden)
         image = lend(program.image.nbytes)
-        np.copyto(image, program.step(start_pos))
-        source = hidden
-        if not work.pinned.owns(hidden):
-            np.copyto(answer, hidden)
-            source = answer
-        targets = self._targets(layers, mirrors, sources, batch)
+        np.copyto(image, program.step(start_pos, ends.tokens))
+        targets = self._targets(layers, mirrors, sources, program.rows)
+        answer = logits = None
+        if ends.hidden or hidden is not None:
+            answer = Carver(lend(float_bytes(shape[0] * shape[1]))).array(shape)
+        if ends.logits:
+            vocabulary = ends.edges.output.rows
+            logits = Carver(lend(float_bytes(ends.logits * vocabulary))).array((ends.logits, vocabulary))
 
         runtime.send(program.step_address, image, stream)
-        runtime.send(program.hidden, source, stream)
-        traffic.hidden_up += hidden.nbytes
+        if hidden is not None:
+            if not work.pinned.owns(hidden):
+                np.copyto(_there(answer), hidden)
+                hidden = answer
+            runtime.send(program.hidden, _there(hidden), stream)
+            traffic.hidden_up += _there(hidden).nbytes
         for number, segment in enumerate(program.segments):
             slot = number % 2
             if number >= 2:  # the rows of the segment that was here before must be down
@@ -198,12 +226,20 @@ class _Run:
             runtime.record(work.rows_down[slot], work.downloads)
         for slot in range(min(2, len(program.segments))):
             runtime.wait(work.rows_down[slot], stream)
-        runtime.fetch(answer, program.hidden, stream)
-        traffic.hidden_down += answer.nbytes
+        for head in program.heads:
+            if head.replay is None:
+                head.replay = runtime.graph(stream, head.launches)
+            head.replay()
+            part = _there(logits)[head.first : head.last]
+            runtime.fetch(part, ends.edges.logits, stream)
+            traffic.logits_down += part.nbytes
+        if ends.hidden:
+            runtime.fetch(_there(answer), program.hidden, stream)
+            traffic.hidden_down += _there(answer).nbytes
         runtime.synchronize(stream)
         traffic.synchronizations += 1
         traffic.runs += 1
-        return answer, targets
+        return Answer(answer if ends.hidden else None, targets, logits)
 
     def _fetch(self, targets: Sequence[Rows], address: int) -> None:
         """The rows of a segment come down: in one copy where the targets lie at equal distances."""

@@ -16,6 +16,7 @@ from frink_numba.kernels.decode_attention import DecodeAttentions
 from frink_numba.kernels.fused_attention import Attentions
 from frink_numba.kernels.gemm import Gemms, HalfRows
 from frink_numba.kernels.launch import Launch, LoadedKernel
+from frink_numba.kernels.sample import Samplers
 from frink_numba.kernels.thin_gemm import ThinGemms
 
 
@@ -28,6 +29,7 @@ class TensorKernels:
         self.thins = ThinGemms(capability, multiprocessors)
         self.attentions = Attentions(tier, capability, multiprocessors)
         self.decodes = DecodeAttentions(capability, multiprocessors)
+        self.samplers = Samplers(capability)
         self._target = self.gemms.target
         self._overlap = capability >= (9, 0)
         self._kernels: dict[str, LoadedKernel] = {}

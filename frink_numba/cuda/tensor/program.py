@@ -21,6 +21,7 @@ import numpy as np
 
 from frink_numba.cuda.arena import Layout
 from frink_numba.cuda.shapes import LayerShape
+from frink_numba.cuda.tensor.edges import TensorEdges
 from frink_numba.cuda.tensor.mirror import Mirror
 from frink_numba.cuda.tensor.scratch import ATTENTION_WORKSPACE, TensorScratch, step_bytes
 from frink_numba.cuda.tensor.weights import TensorLayer, qk_norm_form
@@ -52,8 +53,20 @@ class Segment:
     replay: Callable[[], None] | None = None
 
 
+@dataclass(slots=True)
+class Head:
+    """The launches that leave rows first .. last-1 of the wanted logits at the edges' `logits`."""
+
+    first: int
+    last: int
+    launches: list[Launch] = field(default_factory=list)
+    replay: Callable[[], None] | None = None
+
+
 class Program:
     """The launches of `layers` over `m` rows in the scratch at `base`, whose K/V rows lie in `mirrors`.
+
+    With `edges`, it begins with tokens where `from_tokens` says so, and ends with so many rows of logits.
 
     `image`: what `step` completes and the run sends to `step_address`. `segments` run in order; every second one leaves
     its rows in the same place.
@@ -66,17 +79,19 @@ class Program:
         layers: Sequence[TensorLayer],
         mirrors: Sequence[Mirror],
         m: int,
-        start_pos: int,
         base: int,
+        edges: TensorEdges | None = None,
+        from_tokens: bool = False,
+        logits: int = 0,
     ) -> None:
         self._kernels, self._m = kernels, m
+        self.rows = m
         layout = Layout()
-        self._at = {name: base + layout.add(size) for name, size in scratch.parts(m, start_pos).items()}
+        self._at = {name: base + layout.add(size) for name, size in scratch.parts(m).items()}
         self._workspace = scratch.workspace  # bytes
         self.hidden, self.step_address, self.workspace = (self._at[name] for name in ("hidden", "step", "workspace"))
-        self.staging = self._at.get("staging", 0)
+        self.staging = self._at["staging"]
         self.image = np.zeros(step_bytes(m, len(layers)), np.uint8)
-        self._thin = m <= THIN_ROWS
         self._rooms: dict[Any, int] = {}
         self._rooms_end = 0
         self._maps: dict[bytes, int] = {}
@@ -96,6 +111,12 @@ class Program:
             for first in range(0, len(layers), size)
         ]
         self._made = self.segments[0].launches
+        self._ids: np.ndarray | None = None
+        if edges is not None and from_tokens:
+            ids = self._reserve(4 * m)
+            self._ids = self.image[ids : ids + 4 * m].view(np.int32)
+            scale, address = edges.layer.embedding_scale, self.step_address + ids
+            self._made.append(kernels.samplers.embed(edges.embedding, address, m, self.hidden, scale=scale))
         self._tables = self._rope_tables(layers, self.step_address + positions)
         for segment in self.segments:
             self._made, rows = segment.launches, segment.rows
@@ -104,8 +125,16 @@ class Program:
                 self._layer(layers[number], mirrors[number], record, rows)
                 rows += 8 * m * layers[number].shape.kv_width
 
-    def step(self, start_pos: int) -> np.ndarray:
-        """The image for a step from `start_pos` on."""
+        self.heads: list[Head] = []
+        for first in range(0, logits, edges.rows if edges is not None else 1):
+            assert edges is not None  # logits are wanted
+            self.heads.append(Head(first, min(first + edges.rows, logits)))
+            self._head(edges, m - logits, self.heads[-1])
+
+    def step(self, start_pos: int, tokens: np.ndarray | None = None) -> np.ndarray:
+        """The image for a step from `start_pos` on, over `tokens` [m] where the program begins with them."""
+        if self._ids is not None:
+            self._ids[:] = tokens
         self._records["start_pos"] = start_pos
         self._positions[:] = np.arange(start_pos, start_pos + self._m, dtype=np.int32)
         return self.image
@@ -156,6 +185,13 @@ class Program:
             self._made.append(self._kernels.rope_rows(self._m, pairs, positions, frequencies, scale, cos, sin))
         return tables
 
+    def _head(self, edges: TensorEdges, skipped: int, head: Head) -> None:
+        """Final norm and output matrix over rows of the hidden batch, of which the first `skipped` are not wanted."""
+        self._made, rows, width = head.launches, head.last - head.first, edges.output.cols
+        hidden = self.hidden + 4 * width * (skipped + head.first)
+        x = self._normed(hidden, width, edges.norm, edges.layer.norm_eps, rows)
+        self._made.append(self._product(edges.output, x, edges.logits, 4 * edges.output.rows, m=rows))
+
     # --- a layer ---
 
     def _layer(self, layer: TensorLayer, mirror: Mirror, record: int, rows: int) -> None:
@@ -164,18 +200,18 @@ class Program:
         eps, vectors = layer.layer.norm_eps, layer.vectors
         attended, inner = self._attended(layer.scales[2]), self._operand("inner")
 
-        x = self._normed(shape, vectors["attn_norm"], eps)
+        x = self._normed(self.hidden, shape.hidden, vectors["attn_norm"], eps, m)
         width = shape.query_width + 2 * shape.kv_width
         for weights, column in layer.qkv:
             made.append(self._product(weights, x, at["qkv"] + 4 * column, 4 * width))
-        if self._thin and decode_attention.why_not(*_heads(shape)) is None and qk_norm_form(layer.layer) != "whole":
+        if m <= THIN_ROWS and decode_attention.why_not(*_heads(shape)) is None and qk_norm_form(layer.layer) != "whole":
             made.append(self._decode_attention(layer, attended, record, rows))
         else:
             made.append(self._prepare(layer, record, rows))
             made.append(self._attention(layer, mirror, attended, record))
         self._into_hidden(layer.o, attended, vectors.get("post_attn_norm"), shape, eps)
 
-        x = self._normed(shape, vectors["ffn_norm"], eps)
+        x = self._normed(self.hidden, shape.hidden, vectors["ffn_norm"], eps, m)
         if len(layer.gate_up) == 1:
             gate_up, pitch = layer.gate_up[0], 2 * shape.ffn
             made.append(self._product(gate_up, x, inner.half, pitch, gate="swiglu", out_scale=inner.scale))
@@ -185,12 +221,12 @@ class Program:
             made.append(self._kernels.gated_half("swiglu", m, shape.ffn, at["gate"], at["up"], inner))
         self._into_hidden(layer.down, inner, vectors.get("post_ffn_norm"), shape, eps)
 
-    def _normed(self, shape: LayerShape, weight: int, eps: float) -> HalfRows | NormRows:
-        """The normed hidden rows as an operand: thin products norm them on the way in."""
-        if self._thin and shape.hidden <= MOST_NORM_COLUMNS:
-            return NormRows(self.hidden, weight, eps)
+    def _normed(self, hidden: int, width: int, weight: int, eps: float, m: int) -> HalfRows | NormRows:
+        """`m` hidden rows, normed, as an operand: thin products norm them on the way in."""
+        if m <= THIN_ROWS and width <= MOST_NORM_COLUMNS:
+            return NormRows(hidden, weight, eps)
         normed = self._operand("normed")
-        self._made.append(self._kernels.norm_half(self._m, shape.hidden, self.hidden, weight, eps, normed))
+        self._made.append(self._kernels.norm_half(m, width, hidden, weight, eps, normed))
         return normed
 
     def _rotation(self, layer: TensorLayer) -> tuple[int, int]:
@@ -305,15 +341,16 @@ class Program:
         gate: str = "",
         add: bool = False,
         out_scale: int = 0,
+        m: int | None = None,
     ) -> Launch:
-        kernels, half = self._kernels, bool(out_scale)
+        kernels, half, m = self._kernels, bool(out_scale), m or self._m
         bound: Launch
-        if self._thin:
-            thin = kernels.thins.product(weights, self._m, gate=gate, half=half, norm=isinstance(x, NormRows))
+        if m <= THIN_ROWS:
+            thin = kernels.thins.product(weights, m, gate=gate, half=half, norm=isinstance(x, NormRows))
             room = self._room((thin.variant, thin.plan), thin.workspace)
             bound = thin.bind(weights, x, out, pitch, workspace=room, add=add, out_scale=out_scale)
             return bound
-        product = kernels.gemms.product(weights, self._m, gate=gate, half=half)
+        product = kernels.gemms.product(weights, m, gate=gate, half=half)
         if product.workspace > self._workspace:
             raise DeviceError(f"a product wants a workspace of {product.workspace} bytes")
         maps = self._map_address(product.maps(x, out, pitch))

@@ -12,7 +12,7 @@ from frink_numba.kernels.fused_attention import SEQUENCE
 from frink_numba.kernels.tma import MAP_BYTES
 from frink_numba.layer import Layer
 
-STAGED_ROWS = 1024  # prefix rows that go up at a time
+STAGED_ROWS = 256  # prefix rows that go up at a time
 _SEGMENT_BYTES = 4 << 20  # of K/V rows that come down together
 _SEGMENTS = 8  # at most
 
@@ -62,7 +62,7 @@ class TensorScratch:
         segments = max(1, min(_SEGMENTS, self.layers, nbytes // _SEGMENT_BYTES))
         return -(-self.layers // segments)
 
-    def parts(self, batch: int, start_pos: int) -> dict[str, int]:
+    def parts(self, batch: int) -> dict[str, int]:
         """Bytes of every part, by name, in the order they lie in the block."""
         filled = 4 * (-(-batch // 256) * 256)  # scales and norms of rows, as long as the widest tile
         parts = {
@@ -79,6 +79,7 @@ class TensorScratch:
             "inner_scale": filled,
             "inner_norm": filled,
             "qkv": 4 * batch * (self.query_width + 2 * self.kv_width),
+            "staging": 8 * STAGED_ROWS * self.kv_width,
             "q": 2 * batch * self.padded_query_width,
         }
         if self.post_norms:
@@ -90,23 +91,21 @@ class TensorScratch:
             parts[f"rows{slot}"] = segment * 8 * batch * self.kv_width
         for table in range(self.rope_tables):
             parts[f"cos{table}"] = parts[f"sin{table}"] = 4 * batch * self.rope_pairs
-        if start_pos:
-            parts["staging"] = 8 * min(start_pos, STAGED_ROWS) * self.kv_width
         return parts
 
     def nbytes(self, batch: int, start_pos: int) -> int:
-        """Bytes of the whole block."""
+        """Bytes of the whole block, wherever the batch begins."""
         layout = Layout()
-        for size in self.parts(batch, start_pos).values():
+        for size in self.parts(batch).values():
             layout.add(size)
         return layout.nbytes
 
 
 def step_bytes(batch: int, layers: int) -> int:
-    """Bytes of what goes up with a step beside the hidden batch: tensor maps, a sequence record a layer, positions.
+    """Bytes of what goes up with a step: tensor maps, a sequence record a layer, positions, tokens, scales of rows.
 
     A layer has up to seven products with two maps each; layers of one form share them, and more than eight forms in
     one model are not known.
     """
     maps = MAP_BYTES * (2 * 7 * min(layers, 8) + _ATTENTION_MAPS * layers)
-    return maps + SEQUENCE.itemsize * layers + 4 * batch + 4 * (-(-batch // 256) * 256) + 1024
+    return maps + SEQUENCE.itemsize * layers + 2 * 4 * batch + 4 * (-(-batch // 256) * 256) + 1024
