@@ -10,6 +10,8 @@ import pytest
 from frink_numba.cli.main import build_parser
 from frink_numba.receipt import cpu_name
 from tests.cli.runner import frink, frink_json, one_line_error
+from tests.golden.tiny import VARIANTS
+from tests.golden.tiny_gguf import content, write
 
 
 def test_a_receipt_is_what_json_says(smollm2_path: Path, tmp_path: Path) -> None:
@@ -35,6 +37,15 @@ def test_a_receipt_that_cannot_be_written_is_told_before_anything_is_measured(
     for place, words in ((tmp_path, "is a folder"), (tmp_path / "file" / "a.json", "no receipt can be written to")):
         message = one_line_error(frink("bench", "smollm2-135m", "-p", "4096", "-r", "1000", "--receipt", str(place)))
         assert words in message
+
+
+def test_a_model_without_a_tokenizer_is_measured_too(tmp_path: Path) -> None:
+    """Tokens are drawn from the rows of its embedding."""
+    path = write(content(VARIANTS["llama_grouped"]), tmp_path / "bare.gguf")
+    assert [row["case"] for row in frink_json("bench", str(path), "-p", "4", "-n", "2", "-r", "1")["rows"]] == [
+        "bare pp4",
+        "bare tg2",
+    ]
 
 
 def test_the_table_shows_the_figures(smollm2_path: Path) -> None:
