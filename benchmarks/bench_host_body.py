@@ -2,8 +2,8 @@
 
     python -m benchmarks.bench_host_body [--layers 30] [--prefill 512] [--prefix 128] [--runs 7] [--receipt PATH]
 
-The floor is the same run's matrix products and nothing else, by float32 weights: what NumPy's BLAS allows on this machine
-at this moment. Decoding with numba goes below it, since it reads the quantized bytes.
+The floor is the same run's matrix products and nothing else, by float32 weights: what NumPy's BLAS allows on this
+machine at this moment. Decoding with numba goes below it, since it reads the quantized bytes.
 """
 
 from __future__ import annotations
