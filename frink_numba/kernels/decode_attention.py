@@ -35,12 +35,11 @@ from frink_numba.errors import BackendUnavailable, ShapeError
 from frink_numba.kernels import decode_attention_kernel
 from frink_numba.kernels.cubins import Source, Target
 from frink_numba.kernels.cubins import load as load_cubin
-from frink_numba.kernels.decode_attention_kernel import MOST_PARTS, STEP, THREADS, DecodeKernel
+from frink_numba.kernels.decode_attention_kernel import MOST_PARTS, THREADS, DecodeKernel
 from frink_numba.kernels.launch import Launch, LoadedKernel
 from frink_numba.layer import RopeLayout
 
 MOST_ROWS = 8  # query rows of a sequence
-LEAST_KEYS = 2 * STEP
 _LOG2E = math.log2(math.e)
 
 
@@ -100,29 +99,21 @@ class DecodeAttentions:
         self._lock = threading.Lock()
 
     def attention(
-        self,
-        shape: DecodeShape,
-        *,
-        sequences: int,
-        most_rows: int,
-        parts: int | None = None,
-        least: int = LEAST_KEYS,
+        self, shape: DecodeShape, *, sequences: int, most_rows: int, parts: int | None = None
     ) -> DecodeAttention:
         """The attention of `sequences` records of the table, none with more than `most_rows` rows (1..8).
 
-        parts: into how many the keys are cut at most; least: keys of a part where there are more (tests and
-        benchmarks).
+        parts: into how many the keys are cut at most (tests and benchmarks).
         """
         if sequences < 1 or not 1 <= most_rows <= MOST_ROWS:
             raise ShapeError(f"sequences of 1 to {MOST_ROWS} rows are served, got {sequences} of {most_rows}")
         variant = variant_of(shape, most_rows, self._overlap)
         tiles = -(-most_rows * shape.group // variant.queries)
         tasks = tiles * shape.n_kv_heads * sequences
-        cut = parts or max(1, min(MOST_PARTS, self.multiprocessors // tasks))
-        least = max(STEP, least // STEP * STEP)
+        cut = parts or max(1, min(MOST_PARTS, 2 * self.multiprocessors // tasks))
         if not 1 <= cut <= MOST_PARTS:
             raise ShapeError(f"keys are cut into 1 to {MOST_PARTS} parts, not {cut}")
-        return DecodeAttention(shape, sequences, tiles, cut, least, variant, self._kernel(variant))
+        return DecodeAttention(shape, sequences, tiles, cut, variant, self._kernel(variant))
 
     def _kernel(self, variant: DecodeKernel) -> LoadedKernel:
         with self._lock:
@@ -151,11 +142,9 @@ def variant_of(shape: DecodeShape, most_rows: int, overlap: bool) -> DecodeKerne
 
 
 def source_of(variant: DecodeKernel) -> Source:
-    """What to compile for a variant. Half of the registers stay free for the launch that comes next, where they can."""
+    """What to compile for a variant. Two blocks a multiprocessor where the registers allow it."""
     build = functools.partial(decode_attention_kernel.build, variant)
-    return Source(
-        f"decode_attention {variant!r}", build, THREADS, 2 if variant.head_dim * variant.query_tiles <= 128 else 1
-    )
+    return Source(f"decode_attention {variant!r}", build, THREADS, variant.resident)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +155,6 @@ class DecodeAttention:
     sequences: int
     tiles: int
     parts: int
-    least: int
     variant: DecodeKernel
     kernel: LoadedKernel
 
@@ -222,6 +210,6 @@ class DecodeAttention:
         scale, cap = (scale / shape.softcap, shape.softcap * _LOG2E) if shape.softcap > 0 else (scale * _LOG2E, 0.0)
         sums, states, _ = self._places
         addresses = (qkv, out, table, workspace, cos, sin, q_norm, k_norm, sinks, k_rows, v_rows)
-        sizes = (shape.n_heads, shape.n_kv_heads, self.parts, self.tiles, shape.window, self.least, sums, states)
+        sizes = (shape.n_heads, shape.n_kv_heads, self.parts, self.tiles, shape.window, sums, states)
         blocks = self.parts * self.tiles * shape.n_kv_heads * self.sequences
         return self.kernel.bind(blocks, *addresses, eps, scale, cap, 1 / k_scale, 1 / v_scale, *sizes)

@@ -13,14 +13,14 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from frink_numba.kernels.decode_attention_ops import q_row_bytes, stage_bytes, sums_row
+from frink_numba.kernels.decode_attention_ops import q_row_bytes, sums_row
 from frink_numba.layer import RopeLayout
 
 WARPS = 8
 THREADS = 32 * WARPS
-MOST_PARTS = 32
+MOST_PARTS = 32  # one lane a part
 STEP = 16 * WARPS  # keys of a block at a time
-RING_BYTES = 128 * 1024  # of a block's keys and values in flight
+LEAST_KEYS = 2 * STEP  # of a part, where there are more
 
 ARGUMENTS = (
     # name, type
@@ -45,7 +45,6 @@ ARGUMENTS = (
     ("parts", "u32"),
     ("tiles", "u32"),
     ("window", "u32"),  # 0: everything
-    ("least", "u32"),  # keys of a part where there are more, a multiple of STEP
     ("sums_at", "u32"),  # in the workspace
     ("states_at", "u32"),
 )
@@ -69,23 +68,25 @@ class DecodeKernel:
         return 8 * self.query_tiles
 
     @property
-    def stages(self) -> int:
-        """Steps of 16 keys in a warp's ring."""
-        return max(1, min(4, RING_BYTES // (2 * WARPS * stage_bytes(self.head_dim))))
+    def resident(self) -> int:
+        """Blocks whose registers a multiprocessor holds."""
+        return 2 if self.head_dim * self.query_tiles <= 128 else 1
 
     @property
     def states_at(self) -> int:
         return self.queries * q_row_bytes(self.head_dim)
 
     @property
-    def ring_at(self) -> int:
+    def factors_at(self) -> int:
         return self.states_at + self.queries * WARPS * 8
 
     @property
+    def sums_at(self) -> int:
+        return self.factors_at + self.queries * MOST_PARTS * 4
+
+    @property
     def shared(self) -> int:
-        """Bytes of shared memory: q, states, and the rings, which the warps' sums replace in the end."""
-        ring = self.stages * 2 * WARPS * stage_bytes(self.head_dim)
-        return self.ring_at + max(ring, WARPS * self.queries * sums_row(self.head_dim) * 4)
+        return self.sums_at + WARPS * self.queries * sums_row(self.head_dim) * 4
 
 
 @functools.cache
@@ -95,36 +96,27 @@ def build(variant: DecodeKernel) -> tuple[Any, Any]:
 
     from frink_numba.kernels.decode_attention_ops import (
         add_parts,
-        add_values,
-        fetch_ops,
+        attend,
         meet_ops,
-        score_keys,
+        prepare_head,
+        row_ops,
         store_result,
         with_sink,
     )
-    from frink_numba.kernels.decode_attention_rows import prepare_head, row_ops
     from frink_numba.kernels.gemm_emit import zeros
-    from frink_numba.kernels.instructions import (
-        copies_pending,
-        launch_dependents,
-        load_float,
-        wait_for_predecessors,
-    )
+    from frink_numba.kernels.instructions import launch_dependents, load_float, wait_for_predecessors
     from frink_numba.kernels.ptx import Emitter, Register, emitted, instruction, numba_type, shared_address
 
     D, TILES, QUERIES = variant.head_dim, variant.query_tiles, variant.queries
     Q_ROW, OVERLAP = q_row_bytes(D), variant.overlap
-    STATES_AT, RING_AT, STAGES, STAGE = variant.states_at, variant.ring_at, variant.stages, stage_bytes(D)
+    STATES_AT, FACTORS_AT, SUMS_AT = variant.states_at, variant.factors_at, variant.sums_at
     ROT, QUADS = variant.rot_dim, D // 4
     prepare_q = prepare_head(D, variant.rot_dim, variant.layout, variant.q_norm)
     prepare_k = prepare_head(D, variant.rot_dim, variant.layout, variant.k_norm)
     load_row, put_query, put_rows, put_mirror = row_ops(D)
-    fetch_keys, fetch_values = fetch_ops(D)
-    score, add = score_keys(D, TILES, variant.capped), add_values(D, TILES)
-    arrived = copies_pending(2 * STAGES - 1)
-    commit = instruction("cp.async.commit_group;", None)
+    step = attend(D, TILES, variant.capped)
     put_state, put_sums, add_up = meet_ops(D, TILES, WARPS)
-    no_sums = zeros(D // 4 * TILES)
+    no_sums, nothing4 = zeros(D // 4 * TILES), zeros(4)
     load_word = instruction("ld.global.u32 $0, [$1];", "u32", "u64")
     load_address = instruction("ld.global.u64 $0, [$1];", "u64", "u64")
     fence = instruction("fence.acq_rel.gpu;", None)
@@ -132,11 +124,17 @@ def build(variant: DecodeKernel) -> tuple[Any, Any]:
     store_word = instruction("st.global.u32 [$0], $1;", None, "u64", "u32")
     store_shared_word = instruction("st.shared.u32 [$0], $1;", None, "u32", "u32")
     load_shared_word = instruction("ld.shared.u32 $0, [$1];", "u32", "u32")
+    store_shared = instruction("st.shared.f32 [$0], $1;", None, "u32", "f32")
     store_pair = instruction("st.global.cg.v2.f32 [$0], {$1,$2};", None, "u64", "f32", "f32")
+    load_pair = instruction("ld.global.cg.v2.f32 {$0,$1}, [$2];", "f32x2", "u64")
     store4 = instruction("st.global.cg.v4.f32 [$0], {$1,$2,$3,$4};", None, "u64", "f32", "f32", "f32", "f32")
+    exp2 = instruction("ex2.approx.ftz.f32 $0, $1;", "f32", "f32", pure=True)
     reciprocal = instruction("rcp.rn.f32 $0, $1;", "f32", "f32", pure=True)
+    larger = instruction("max.f32 $0, $1, $2;", "f32", "f32", "f32", pure=True)
     none = instruction("mov.b32 $0, 0xff800000;", "f32", pure=True)
-    u32, u64 = types.uint32, types.uint64
+    exchange = instruction("shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "f32", "f32", "u32")
+    prefetch = instruction("prefetch.global.L2 [$0];", None, "u64")
+    u32, u64, f32 = types.uint32, types.uint64, types.float32
 
     @emitted(f"f32x{4 * TILES}", "f32")
     def no_state(e: Emitter, least: Register) -> list[Register]:
@@ -163,17 +161,17 @@ def build(variant: DecodeKernel) -> tuple[Any, Any]:
         every = e.builder.icmp_unsigned("==", window.value, zero.value)
         return [Register(e, "u32", e.builder.select(every, zero.value, (last + 1 - window).value)) for last in lasts]
 
-    @emitted(f"f32x{4 * TILES}", f"f32x{8 * TILES}")
-    def state_of(e: Emitter, scored: list[Register]) -> list[Register]:
-        return scored[: 4 * TILES]
+    @emitted(f"f32x{D // 4 * TILES}", f"f32x{(D // 4 + 4) * TILES}")
+    def sums_of(e: Emitter, both: list[Register]) -> list[Register]:
+        return both[: D // 4 * TILES]
 
-    @emitted("f32x6", "f32")
-    def no_part(e: Emitter, least: Register) -> list[Register]:
-        return [e.constant("f32", 0.0)] * 4 + [least, e.constant("f32", 0.0)]
+    @emitted(f"f32x{4 * TILES}", f"f32x{(D // 4 + 4) * TILES}")
+    def state_of(e: Emitter, both: list[Register]) -> list[Register]:
+        return both[D // 4 * TILES :]
 
     def decode_attention(
         qkv, out, table, workspace, cos, sin, q_norm, k_norm, sinks, k_rows, v_rows, eps, scale, cap, k_factor,
-        v_factor, n_heads, n_kv_heads, parts, tiles, window, least, sums_at, states_at,
+        v_factor, n_heads, n_kv_heads, parts, tiles, window, sums_at, states_at,
     ):  # fmt: skip
         if OVERLAP:
             launch_dependents()
@@ -210,7 +208,7 @@ def build(variant: DecodeKernel) -> tuple[Any, Any]:
             begin = u32(u32(start + low_row + u32(1) - window) & u32(0xFFFFFFF0))
         span = u32(keys - begin)
         per = u32(u32(u32(span + parts - u32(1)) // parts + u32(STEP - 1)) & u32(0xFFFFFFFF ^ (STEP - 1)))
-        per = u32(max(per, least))
+        per = u32(max(per, u32(LEAST_KEYS)))
         active = u32(u32(span + per - u32(1)) // per)
         if part >= active:
             return
@@ -220,30 +218,12 @@ def build(variant: DecodeKernel) -> tuple[Any, Any]:
         row_pitch = u64(n_kv_heads) * u64(2 * D)
         k_base = load_address(entry + u64(16)) + u64(kv_head) * u64(2 * D)
         v_base = load_address(entry + u64(24)) + u64(kv_head) * u64(2 * D)
-        k_lane = k_base + u64(t << u32(4))
-        v_lane = v_base + u64(g << u32(4))
-        rest = u64(D // 64 * 128) + u64(g << u32(3)) - u64(g << u32(4))
-        top_key = u32(keys - u32(1))
-        ring = u32(base + u32(RING_AT) + warp * u32(2 * STAGE * STAGES))
-        # The first keys and values start on their way while q is made, as far as they are older than this launch.
-        fetched = u32(first_key + warp * u32(16))
-        slot = u32(ring)
-        staged = 0
-        while staged < STAGES and u32(fetched + u32(16)) <= min(start, end_key):
-            two = u32(fetched + (t << u32(1)))
-            fetch_keys(
-                k_lane + u64(fetched + g) * row_pitch, k_lane + u64(fetched + g + u32(8)) * row_pitch, slot, lane
-            )
-            commit()
-            fetch_values(
-                v_lane + u64(two) * row_pitch, v_lane + u64(two + u32(1)) * row_pitch,
-                v_lane + u64(two + u32(8)) * row_pitch, v_lane + u64(two + u32(9)) * row_pitch, rest,
-                u32(slot + u32(STAGE)), lane,
-            )  # fmt: skip
-            commit()
-            slot = u32(slot + u32(2 * STAGE))
-            fetched = u32(fetched + u32(STEP))
-            staged += 1
+        mine = u32(first_key + warp * u32(16) + u32(lane >> u32(1)))
+        if mine < end_key:
+            # The first rows come closer while q is made.
+            offset = u64(mine) * row_pitch + u64(lane & u32(1)) * u64(D)
+            prefetch(k_base + offset)
+            prefetch(v_base + offset)
 
         # q of each query, then the new rows of K and V among the part's keys.
         new_from = u32(0)
@@ -282,59 +262,30 @@ def build(variant: DecodeKernel) -> tuple[Any, Any]:
         lasts = seen(u32(t << u32(1)), count, group, start, first_query)
         firsts = first_seen(lasts, window)
         q_at = u32(base + g * u32(Q_ROW) + (t << u32(4)))
-        while staged < STAGES:
-            if fetched < end_key:
-                two = u32(fetched + (t << u32(1)))
-                fetch_keys(
-                    k_lane + u64(min(u32(fetched + g), top_key)) * row_pitch,
-                    k_lane + u64(min(u32(fetched + g + u32(8)), top_key)) * row_pitch, slot, lane,
-                )  # fmt: skip
-            commit()
-            if fetched < end_key:
-                fetch_values(
-                    v_lane + u64(min(two, top_key)) * row_pitch,
-                    v_lane + u64(min(u32(two + u32(1)), top_key)) * row_pitch,
-                    v_lane + u64(min(u32(two + u32(8)), top_key)) * row_pitch,
-                    v_lane + u64(min(u32(two + u32(9)), top_key)) * row_pitch, rest, u32(slot + u32(STAGE)), lane,
-                )  # fmt: skip
-            commit()
-            slot = u32(slot + u32(2 * STAGE))
-            fetched = u32(fetched + u32(STEP))
-            staged += 1
+        rest = u64(D // 64 * 128) + u64(g << u32(3)) - u64(g << u32(4))
         sums = no_sums()
         state = no_state(none())
+        top_key = u32(keys - u32(1))
         key = u32(first_key + warp * u32(16))
-        slot = u32(ring)
-        ring_end = u32(ring + u32(2 * STAGE * STAGES))
+        k_lane = k_base + u64(t << u32(4))
+        v_lane = v_base + u64(g << u32(4))
         while key < end_key:
-            arrived()
-            scored = score(state, slot, q_at, key, lane, lasts, firsts, scale, cap)
-            state = state_of(scored)
-            two = u32(fetched + (t << u32(1)))
-            if fetched < end_key:
-                fetch_keys(
-                    k_lane + u64(min(u32(fetched + g), top_key)) * row_pitch,
-                    k_lane + u64(min(u32(fetched + g + u32(8)), top_key)) * row_pitch, slot, lane,
-                )  # fmt: skip
-            commit()
-            arrived()
-            sums = add(sums, scored, u32(slot + u32(STAGE)), lane)
-            if fetched < end_key:
-                fetch_values(
-                    v_lane + u64(min(two, top_key)) * row_pitch,
-                    v_lane + u64(min(u32(two + u32(1)), top_key)) * row_pitch,
-                    v_lane + u64(min(u32(two + u32(8)), top_key)) * row_pitch,
-                    v_lane + u64(min(u32(two + u32(9)), top_key)) * row_pitch, rest, u32(slot + u32(STAGE)), lane,
-                )  # fmt: skip
-            commit()
-            fetched = u32(fetched + u32(STEP))
+            two = u32(key + (t << u32(1)))
+            both = step(
+                sums, state, k_lane + u64(min(u32(key + g), top_key)) * row_pitch,
+                k_lane + u64(min(u32(key + g + u32(8)), top_key)) * row_pitch,
+                v_lane + u64(min(two, top_key)) * row_pitch, v_lane + u64(min(u32(two + u32(1)), top_key)) * row_pitch,
+                v_lane + u64(min(u32(two + u32(8)), top_key)) * row_pitch,
+                v_lane + u64(min(u32(two + u32(9)), top_key)) * row_pitch, rest, q_at, key, lane, lasts, firsts, scale,
+                cap,
+            )  # fmt: skip
+            sums = sums_of(both)
+            state = state_of(both)
             key = u32(key + u32(STEP))
-            slot = u32(slot + u32(2 * STAGE))
-            if slot == ring_end:
-                slot = u32(ring)
 
         states = u32(base + u32(STATES_AT))
-        sums_room = u32(base + u32(RING_AT))
+        factors = u32(base + u32(FACTORS_AT))
+        sums_room = u32(base + u32(SUMS_AT))
         put_state(state, states, lane, warp)
         cuda.syncthreads()
         put_sums(sums, state, sums_room, states, lane, warp)
@@ -362,33 +313,54 @@ def build(variant: DecodeKernel) -> tuple[Any, Any]:
                     store_pair(task_states + u64(part * u32(QUERIES) + query) * u64(8), top, total)
         if active == 1:
             return
+        fence()
         cuda.syncthreads()
         if thread == 0:
-            fence()
             store_shared_word(states, count_up(workspace + u64(task) * u64(4), u32(1)))
-            fence()
         cuda.syncthreads()
         if load_shared_word(states) != u32(active - u32(1)):
             return
-        # The last block.
+        fence()
+        # The last block: a warp finds the factors of a query's parts, a lane a part.
+        for query in range(warp, count, u32(WARPS)):
+            top = none()
+            total = f32(0.0)
+            if lane < active:
+                pair = load_pair(task_states + u64(lane * u32(QUERIES) + u32(query)) * u64(8))
+                top = pair[0]
+                total = pair[1]
+            index = u32(first_query + u32(query))
+            r = u32(index // group)
+            sink = none()
+            if sinks != 0:
+                sink = load_float(sinks + u64(kv_head * group + index - r * group) * u64(4)) * f32(1.4426950408889634)
+            highest = larger(top, sink)
+            for distance in (16, 8, 4, 2, 1):
+                highest = larger(highest, exchange(highest, u32(distance)))
+            bottom = f32(0.0)
+            if highest > none():
+                bottom = highest
+            factor = exp2(top - bottom)
+            total = total * factor
+            for distance in (16, 8, 4, 2, 1):
+                total = total + exchange(total, u32(distance))
+            total = total + exp2(sink - bottom)
+            store_shared(factors + u32(u32(query) * u32(MOST_PARTS) + lane) * u32(4), factor * reciprocal(total))
+        cuda.syncthreads()
         for item in range(thread, u32(count * u32(QUADS)), u32(THREADS)):
             query = u32(u32(item) // u32(QUADS))
             quad = u32(u32(item) - query * u32(QUADS))
-            added = no_part(none())
-            for first in range(u32(0), active, u32(8)):
-                added = add_parts(
-                    added, task_sums + u64(query * u32(D) + (quad << u32(2))) * u64(4), u32(QUERIES * 4 * D),
-                    task_states + u64(query) * u64(8), u32(QUERIES * 8), u32(first), active,
-                )  # fmt: skip
-            a, b, c, d, top, total = added
             index = u32(first_query + query)
             r = u32(index // group)
             head = u32(kv_head * group + index - r * group)
-            if sinks != 0:
-                total, lower = with_sink(load_float(sinks + u64(head) * u64(4)), top, total)
-                a, b, c, d = a * lower, b * lower, c * lower, d * lower
+            added = nothing4()
+            source = task_sums + u64(query * u32(D) + (quad << u32(2))) * u64(4)
+            for first in range(u32(0), active, u32(8)):
+                added = add_parts(
+                    added, source, u32(QUERIES * 4 * D), u32(first), active, u32(factors + query * u32(4 * MOST_PARTS))
+                )
             place = (u64(first_row + r) * u64(n_heads) + u64(head)) * u64(D) + u64(quad << u32(2))
-            store_result(out + place * u64(2), (a, b, c, d), reciprocal(total))
+            store_result(out + place * u64(2), added, f32(1.0))
         if thread == 0:
             store_word(workspace + u64(task) * u64(4), u32(0))
 

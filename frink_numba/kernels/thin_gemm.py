@@ -30,8 +30,8 @@ from frink_numba.kernels.cubins import load as load_cubin
 from frink_numba.kernels.gemm import DeviceWeights, HalfRows
 from frink_numba.kernels.gemm_epilogue import GATES, Epilogue
 from frink_numba.kernels.launch import Launch, LoadedKernel
-from frink_numba.kernels.thin_gemm_kernel import MOST_NORM_COLUMNS, ThinGemm, fitting_slots
-from frink_numba.kernels.thin_gemm_plan import MOST_ROWS, TUNING, ThinPlan, Tuning, thin_plan
+from frink_numba.kernels.thin_gemm_kernel import MOST_NORM_COLUMNS, THREADS, ThinGemm, fitting_slots
+from frink_numba.kernels.thin_gemm_plan import MOST_ROWS, ThinPlan, thin_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +69,11 @@ class ThinGemms:
         half: bool = False,
         norm: bool = False,
         row_groups: int | None = None,
-        tuning: Tuning = TUNING,
     ) -> ThinProduct:
         """The product of `m` rows (1..16) with such weights.
 
         gate: as in Epilogue, for a gated pack; half: f16 result with powers of two, else float32; norm: the operand is
-        a NormRows (RMS norm fused), else a HalfRows. row_groups and tuning force the cut (tests and
-        benchmarks).
+        a NormRows (RMS norm fused), else a HalfRows. row_groups forces the cut (tests and benchmarks).
         """
         if not 1 <= m <= MOST_ROWS:
             raise ShapeError(f"a thin product has 1 to {MOST_ROWS} rows, got {m}")
@@ -85,7 +83,7 @@ class ThinGemms:
             raise ShapeError(
                 f"a fused norm takes rows of at most {MOST_NORM_COLUMNS} columns, got {weights.cols}: normalize first"
             )
-        plan = thin_plan(weights.kind, m, weights.rows, weights.cols, self.multiprocessors, row_groups, tuning)
+        plan = thin_plan(weights.kind, m, weights.rows, weights.cols, self.multiprocessors, row_groups)
         variant = variant_of(plan, weights.kind, m, weights.cols, Epilogue(gate, half), norm, self._overlap)
         kernel = self._kernel(variant, variant.shared(m, plan.part_columns))
         return ThinProduct(m, weights.outputs, weights.cols, kernel, variant, plan)
@@ -96,7 +94,7 @@ class ThinGemms:
             if kernel is None:
                 cubin = load_cubin(source_of(variant), self.target)
                 types = [kind for _, kind in thin_gemm_kernel.ARGUMENTS]
-                kernel = LoadedKernel(cubin, types, variant.threads, shared, overlap=variant.overlap)
+                kernel = LoadedKernel(cubin, types, THREADS, shared, overlap=variant.overlap)
                 self._kernels[variant, shared] = kernel
             return kernel
 
@@ -111,19 +109,16 @@ class ThinGemms:
 
 def variant_of(plan: ThinPlan, kind: str, m: int, cols: int, epilogue: Epilogue, norm: bool, overlap: bool) -> ThinGemm:
     """What has to be compiled for a plan."""
-    slots = fitting_slots(plan, kind, m)
-    vectors = -(-(-(-cols // 64) * 64) // (128 * plan.tuning.warps)) if norm else 0
-    return ThinGemm(kind, plan.tokens, plan.row_groups, slots, epilogue, vectors, overlap, plan.tuning)
+    slots = fitting_slots(kind, plan.tokens, m, plan.part_columns)
+    vectors = -(-cols // 64) * 64
+    return ThinGemm(
+        kind, plan.tokens, plan.row_groups, slots, epilogue, -(-vectors // (4 * THREADS)) if norm else 0, overlap
+    )
 
 
 def source_of(variant: ThinGemm) -> Source:
     """What to compile for a variant."""
-    return Source(
-        f"thin_gemm {variant!r}",
-        functools.partial(thin_gemm_kernel.build, variant),
-        variant.threads,
-        variant.tuning.resident,
-    )
+    return Source(f"thin_gemm {variant!r}", functools.partial(thin_gemm_kernel.build, variant), THREADS, 2)
 
 
 @dataclass(frozen=True, slots=True)

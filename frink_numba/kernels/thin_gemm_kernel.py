@@ -19,9 +19,11 @@ from typing import Any
 
 from frink_numba.kernels.gemm_epilogue import PLAIN, Epilogue
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, FragmentKind
-from frink_numba.kernels.thin_gemm_plan import TUNING, ThinPlan, Tuning, item_steps, partial_room, sum_registers
+from frink_numba.kernels.thin_gemm_plan import WARPS, item_steps, partial_room, sum_registers
 
+THREADS = 32 * WARPS
 MOST_NORM_COLUMNS = 8192
+SHARED_LIMIT = 113 * 1024 - 256  # half of what a multiprocessor of sm_90 has, less what is reserved a block
 _MOST_SLOTS = 8
 
 ARGUMENTS = (
@@ -67,11 +69,6 @@ class ThinGemm:
     epilogue: Epilogue = PLAIN
     norm: int = 0
     overlap: bool = True
-    tuning: Tuning = TUNING
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.tuning.warps
 
     @property
     def row(self) -> FragmentKind:
@@ -80,7 +77,7 @@ class ThinGemm:
     @property
     def fixed(self) -> int:
         """Bytes of shared memory beside x."""
-        return self.slots * ring_slot(self.kind, self.tuning.warps) + _around(self.tokens, self.tuning.warps)
+        return self.slots * ring_slot(self.kind) + _around(self.tokens)
 
     def shared(self, m: int, part_columns: int) -> int:
         """Bytes of shared memory with m rows of x."""
@@ -93,9 +90,9 @@ def item_bytes(name: str) -> int:
     return kind.header_size + item_steps(kind) * kind.step_size
 
 
-def ring_slot(name: str, warps: int) -> int:
+def ring_slot(name: str) -> int:
     """Bytes of one slot of all warps."""
-    return warps // 4 * item_bytes(name)
+    return WARPS // 4 * item_bytes(name)
 
 
 def row_bytes(part_columns: int) -> int:
@@ -103,16 +100,15 @@ def row_bytes(part_columns: int) -> int:
     return part_columns * 2 + 16
 
 
-def _around(tokens: int, warps: int) -> int:
+def _around(tokens: int) -> int:
     """Sums of all warps twice; sums and scales of the norm."""
-    return 2 * warps * partial_room(tokens) + 16 * warps * 16 + 16 * 16
+    return 2 * WARPS * partial_room(tokens) + 16 * WARPS * 16 + 16 * 16
 
 
-def fitting_slots(plan: ThinPlan, name: str, m: int) -> int:
-    """As many slots as the block's part of a multiprocessor holds."""
-    warps = plan.tuning.warps
-    room = plan.tuning.shared_limit - _around(plan.tokens, warps) - m * row_bytes(plan.part_columns)
-    return max(2, min(_MOST_SLOTS, room // ring_slot(name, warps)))
+def fitting_slots(name: str, tokens: int, m: int, part_columns: int) -> int:
+    """As many slots as half a multiprocessor holds."""
+    room = SHARED_LIMIT - _around(tokens) - m * row_bytes(part_columns)
+    return max(2, min(_MOST_SLOTS, room // ring_slot(name)))
 
 
 @functools.cache
@@ -139,18 +135,18 @@ def build(gemm: ThinGemm) -> Any:
     from frink_numba.kernels.thin_gemm_rows import copy_rows, norm_facts, norm_ops, out_power
 
     kind, T, R = gemm.row, gemm.tokens, gemm.row_groups
-    SHIFT, WARPS, THREADS = R.bit_length() - 1, gemm.tuning.warps, gemm.threads
+    SHIFT = R.bit_length() - 1
     PARTS, SLOTS, STEPS = WARPS // R, gemm.slots, item_steps(gemm.row)
     ITEM, RECORD, PER_RECORD = item_bytes(gemm.kind), kind.record_size, kind.group_steps
     ROOM, OVERLAP, NORM = partial_room(T), gemm.overlap, gemm.norm > 0
     HALF, GATED = gemm.epilogue.half, bool(gemm.epilogue.gate)
-    PARTIAL_AT = SLOTS * ring_slot(gemm.kind, WARPS)
+    PARTIAL_AT = SLOTS * ring_slot(gemm.kind)
     SUMS_AT = PARTIAL_AT + 2 * WARPS * ROOM  # of the norm: 16 bytes of each row and warp
     SCALES_AT = SUMS_AT + 16 * WARPS * 16  # scale, 1 / scale, norm of each row, 16 bytes
     X_AT = SCALES_AT + 16 * 16
 
     fetch, multiply = fetch_item(gemm.kind), multiply_item(gemm.kind, T)
-    put_partial, add_partials = partial_ops(T, WARPS, R)
+    put_partial, add_partials = partial_ops(T, R)
     put_part, add_part = exchange_ops(T)
     store, copy = store_quarter(gemm.epilogue, T), copy_rows(THREADS)
     load_row, measure, convert = norm_ops(max(1, gemm.norm), THREADS)

@@ -14,7 +14,7 @@ from frink_numba.kernels.gemm_epilogue import Epilogue
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, SLAB, THREADS
 from frink_numba.kernels.gemm_store import activate, out_scales
 from frink_numba.kernels.ptx import Emitter, Register, emitted
-from frink_numba.kernels.thin_gemm_plan import item_steps, partial_room, sum_registers
+from frink_numba.kernels.thin_gemm_plan import WARPS, item_steps, partial_room, sum_registers
 
 _HEADER_REGIONS = {"Q3_K": (2, 4, 4, 4)}  # bytes a row of each region of a header; else the header is one region
 
@@ -158,7 +158,7 @@ def multiply_item(name: str, tokens: int) -> Any:
 
 
 @functools.cache
-def partial_ops(tokens: int, warps: int, row_groups: int) -> tuple[Any, Any]:
+def partial_ops(tokens: int, row_groups: int) -> tuple[Any, Any]:
     """(put(acc, address, lane), add_up(address) -> sums): a warp's sums in shared memory.
 
     `address`: where the lane's first 16 bytes lie in the warp's room, and in that of a row group's first warp. Parts
@@ -177,7 +177,7 @@ def partial_ops(tokens: int, warps: int, row_groups: int) -> tuple[Any, Any]:
         out: list[Register] = []
         for k in range(0, size, 4):
             parts = []
-            for part in range(warps // row_groups):
+            for part in range(WARPS // row_groups):
                 at = address + (128 * k + part * row_groups * room)
                 parts.append(e.asm("ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", "f32x4", [at]))
             while len(parts) > 1:

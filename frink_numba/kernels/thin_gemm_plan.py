@@ -1,7 +1,7 @@
 """How a thin product is cut: rows of W over blocks, K over the warps of a block, and over blocks where x is too large.
 
-A *quarter* is 16 rows of W, the height of one `mma`. A block of W warps works on a *unit* of R quarters: R warps side
-by side, W / R that share K's *items* in turns. An item is what a warp fetches at a time: a record of 256 columns, or
+A *quarter* is 16 rows of W, the height of one `mma`. A block of 8 warps works on a *unit* of R quarters: R warps side
+by side, 8 / R that share K's *items* in turns. An item is what a warp fetches at a time: a record of 256 columns, or
 one or two steps of 64 where the kind has no super-blocks. Blocks take units in turns.
 """
 
@@ -11,29 +11,10 @@ from dataclasses import dataclass
 
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, STEP, FragmentKind
 
+WARPS = 8
 MOST_ROWS = 16  # rows of x
 X_LIMIT = 60 * 1024  # bytes of x in a block's shared memory
 _UNIT_COST = 0.35  # what a unit costs beside its items, in items of a warp: sums of warps are added up
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """warps of a block (8 or 16); `resident` blocks fit a multiprocessor, of this launch and the next; `share` of them
-    are this launch's.
-    """
-
-    warps: int
-    resident: int
-    share: int = 1
-
-    @property
-    def shared_limit(self) -> int:
-        """Bytes of shared memory of a block: 1 KB of each part is reserved."""
-        return MULTIPROCESSOR_SHARED // self.resident - 1024
-
-
-MULTIPROCESSOR_SHARED = 228 * 1024  # of sm_90
-TUNING = Tuning(16, 2)
 
 
 def item_steps(kind: FragmentKind) -> int:
@@ -69,7 +50,6 @@ class ThinPlan:
     k_parts: int
     part_items: int
     part_columns: int
-    tuning: Tuning
 
     @property
     def quarters(self) -> int:
@@ -87,15 +67,7 @@ class ThinPlan:
         return self.counters + self.k_parts * self.quarters * partial_room(self.tokens)
 
 
-def thin_plan(
-    name: str,
-    m: int,
-    rows: int,
-    cols: int,
-    multiprocessors: int,
-    row_groups: int | None = None,
-    tuning: Tuning = TUNING,
-) -> ThinPlan:
+def thin_plan(name: str, m: int, rows: int, cols: int, multiprocessors: int, row_groups: int | None = None) -> ThinPlan:
     """The cut of y[m, rows] = x[m, cols] W^T. `row_groups` forces R (tests and benchmarks)."""
     steps_per_item = item_steps(FRAGMENT_KINDS[name])
     item_columns = STEP * steps_per_item
@@ -106,13 +78,14 @@ def thin_plan(
     part_items = -(-items // k_parts)
     k_parts = -(-items // part_items)
     quarters = -(-rows // 16)
-    blocks = max(1, multiprocessors * tuning.share // k_parts)
 
     def cost(groups: int) -> tuple[float, int]:
         units = -(-quarters // groups)
-        return -(-units // blocks) * (-(-part_items // (tuning.warps // groups)) + _UNIT_COST), groups
+        rounds = -(-units // max(1, multiprocessors // k_parts))
+        return rounds * (-(-part_items // (WARPS // groups)) + _UNIT_COST), -groups
 
     chosen = row_groups or min((1, 2, 4), key=cost)
     units = -(-quarters // chosen)
+    blocks = min(units, max(1, multiprocessors // k_parts)) * k_parts
     columns = min(part_items * item_columns, steps * STEP)
-    return ThinPlan(token_class(m), chosen, units, min(units, blocks) * k_parts, k_parts, part_items, columns, tuning)
+    return ThinPlan(token_class(m), chosen, units, blocks, k_parts, part_items, columns)
