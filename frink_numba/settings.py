@@ -146,7 +146,10 @@ def get(name: str) -> Any:
     setting = SETTINGS[name]
     raw = os.environ.get(name, "")
     if not raw.strip():
-        return setting.default() if callable(setting.default) else setting.default
+        try:
+            return setting.default() if callable(setting.default) else setting.default
+        except RuntimeError as error:  # no home folder
+            raise SettingError(f"{name} is not set, and its default cannot be found: {error}") from None
     try:
         return setting.parse(raw)
     except ValueError as error:

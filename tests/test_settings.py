@@ -65,6 +65,16 @@ def test_unset_and_empty_are_the_default(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert settings.get("FRINK_CUDA_TIER") == "auto"
 
 
+def test_a_default_that_cannot_be_found_is_told(monkeypatch: pytest.MonkeyPatch):
+    def nobody(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("FRINK_CACHE_DIR", raising=False)
+    monkeypatch.setattr(Path, "expanduser", nobody)
+    with pytest.raises(SettingError, match="FRINK_CACHE_DIR is not set, and its default cannot be found: Could not"):
+        settings.get("FRINK_CACHE_DIR")
+
+
 def test_every_variable_the_package_names_is_in_the_table():
     """The table is complete, and nobody else reads the environment for FRINK_ variables."""
     for path in PACKAGE.rglob("*.py"):

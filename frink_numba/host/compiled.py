@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from frink_numba import settings
+from frink_numba.errors import SettingError
 
 _HERE = Path(__file__).parent
 
@@ -60,7 +61,11 @@ def compiled(
     `name` tells it from the other functions made from `sources`, files of this folder; `make` is called only when the
     code is not on disk. CannotCompile says why there is none.
     """
-    path = Path(settings.get("FRINK_CACHE_DIR")) / "cpu" / f"{name}-{_digest(name, sources)}.o"
+    digest = _digest(name, sources)
+    try:
+        path = Path(settings.get("FRINK_CACHE_DIR")) / "cpu" / f"{name}-{digest}.o"
+    except SettingError:  # no home folder, as in some containers
+        return CompiledFunction(_compile(make, parameters), parameters)
     code = _read(path)
     if code is None:
         code = _compile(make, parameters)

@@ -84,6 +84,16 @@ def test_a_folder_that_cannot_be_written_means_compiling_anew(tmp_path: Path) ->
     assert compiles(in_the_way)
 
 
+def test_no_home_folder_means_compiling_anew(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path\n"
+        "def nobody(path): raise RuntimeError('Could not determine home directory.')\n"
+        "Path.expanduser = nobody\nprint(run())"
+    )
+    assert compiles(tmp_path, code)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_processes_that_start_together_get_along(tmp_path: Path) -> None:
     processes = [start(tmp_path) for _ in range(3)]
     assert all(process.communicate(timeout=60)[0] in ("True\n", "False\n") for process in processes)
