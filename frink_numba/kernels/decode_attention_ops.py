@@ -251,8 +251,8 @@ def attend(head_dim: int, query_tiles: int, capped: bool) -> Any:
         for tile in range(query_tiles):
             s = [e.constant("f32", 0.0)] * 4
             for c, (low, high) in enumerate(keys):
-                at = q + (8 * tile * q_row_bytes(head_dim) + 64 * c)
-                words = e.asm("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "u32x4", [at])
+                place = q + (8 * tile * q_row_bytes(head_dim) + 64 * c)
+                words = e.asm("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "u32x4", [place])
                 for j in range(2):
                     a = [low[2 * j], high[2 * j], low[2 * j + 1], high[2 * j + 1]]
                     s = e.asm(MMA, "f32x4", [*a, words[2 * j], words[2 * j + 1]], tied=s, pure=True)
@@ -292,16 +292,10 @@ def attend(head_dim: int, query_tiles: int, capped: bool) -> Any:
         for c, parts in enumerate(values):
             for i in range(len(parts[0])):
                 a = []
-                for first in (0, 2):
+                for upper in (0, 2):
+                    words = [parts[upper][i], parts[upper + 1][i]]
                     for selector in (0x5410, 0x7632):
-                        a.append(
-                            e.asm(
-                                f"prmt.b32 $0, $1, $2, {selector:#x};",
-                                "u32",
-                                [parts[first][i], parts[first + 1][i]],
-                                pure=True,
-                            )
-                        )
+                        a.append(e.asm(f"prmt.b32 $0, $1, $2, {selector:#x};", "u32", words, pure=True))
                 for tile in range(query_tiles):
                     at = tile * channels + 16 * c + 4 * i
                     out[at : at + 4] = e.asm(MMA, "f32x4", [*a, *weights[tile]], tied=out[at : at + 4], pure=True)

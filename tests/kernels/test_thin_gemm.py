@@ -19,7 +19,6 @@ VARIANTS = [
     ("Q4_K", 1, 28672, 4096, "swiglu", True, True, "90a"),
     ("Q6_K", 1, 4096, 14336, "", False, False, "90a"),
     ("Q3_K", 8, 4096, 4096, "", False, True, "80"),
-    ("Q8_0", 16, 960, 576, "", False, True, "90a"),
     ("half", 16, 4096, 8192, "geglu", True, True, "120"),
 ]
 
@@ -47,9 +46,13 @@ def test_regions_cover_an_item(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FRAGMENT_KINDS)
-@pytest.mark.parametrize("m", [1, 2, 5, 8, 16])
-@pytest.mark.parametrize(("rows", "cols"), [(1, 32), (960, 576), (4096, 4096), (4096, 14336), (128256, 2048)])
-def test_cuts_cover_everything(name: str, m: int, rows: int, cols: int) -> None:
+def test_cuts_cover_everything(name: str) -> None:
+    for m in (1, 2, 5, 8, 16):
+        for rows, cols in ((1, 32), (960, 576), (4096, 4096), (4096, 14336), (128256, 2048)):
+            _check_cut(name, m, rows, cols)
+
+
+def _check_cut(name: str, m: int, rows: int, cols: int) -> None:
     """Every row in a unit, every item of K in a part; two launches fit a multiprocessor while x is small."""
     if FRAGMENT_KINDS[name].group_steps == 4:
         cols = -(-cols // 256) * 256
