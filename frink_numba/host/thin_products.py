@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from frink_numba.errors import FrinkError
+from frink_numba.errors import FrinkError, ShapeError
 from frink_numba.host.compiled import CannotCompile, CompiledFunction, compiled
 from frink_numba.host.team import team
 from frink_numba.log import say_once, warn_once
@@ -29,6 +29,8 @@ _LEAST_ELEMENTS = 1 << 16  # of a set: smaller ones are as fast in NumPy, and ne
 _CHUNK = 1 << 15  # elements that a thread takes at a time: a few microseconds
 _ELEMENTS_PER_THREAD = 1 << 17  # below twice this a second thread is not worth its coordination
 _SOURCES = ("lanes.py", "thin_blocks.py", "thin_kernels.py", "thin_products.py")
+
+_FLOAT32 = np.dtype(np.float32)  # compared with at every product, where a type would have to be looked up
 
 Matrices: TypeAlias = tuple[QuantMatrix, ...]
 
@@ -46,11 +48,11 @@ class Job(IntEnum):
 
 
 def thin_set(matrices: Matrices) -> ThinSet | None:
-    """`matrices` of equal width made ready, or None when they are NumPy's to multiply.
+    """`matrices` made ready, or None when they are NumPy's to multiply, or to refuse.
 
-    That is: one of a kind, width or size that is not served here, no numba, or none that works on this processor.
+    That is: kinds, widths or sizes that are not served here, no numba, or none that works on this processor.
     """
-    if any(matrix.kind.name not in THIN_KINDS or matrix.cols % _RUN for matrix in matrices):
+    if any(m.kind.name not in THIN_KINDS or m.cols % _RUN or m.cols != matrices[0].cols for m in matrices):
         return None
     if sum(matrix.rows * matrix.cols for matrix in matrices) < _LEAST_ELEMENTS or not available():
         return None
@@ -87,9 +89,19 @@ class ThinSet:
         self._rows = self._parts[-1].stop
 
     def product(self, x: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """out = W x for float32 columns `x` [cols, n], `out` [rows, n], n <= 4; C-contiguous when n is 1."""
-        n = x.shape[1]
-        if n == 1:
+        """out = W x for float32 columns `x` [cols, n], `out` float32 [rows, n], n <= 4.
+
+        ShapeError for other shapes and types: compiled code works with addresses, and checks nothing itself.
+        """
+        n = x.shape[1] if x.ndim == 2 else 0
+        if not 1 <= n <= FEW or x.shape[0] != self._cols or out.shape != (self._rows, n):
+            raise ShapeError(
+                f"{self._rows} x {self._cols} weights do not take {list(x.shape)} to {list(out.shape)}, "
+                f"or not in 1 to {FEW} columns"
+            )
+        if x.dtype != _FLOAT32 or out.dtype != _FLOAT32:
+            raise ShapeError(f"products of float32 columns, not of {x.dtype} to {out.dtype}")
+        if n == 1 and x.flags.c_contiguous and out.flags.c_contiguous:
             for part in self._parts:
                 part.run(part.one, x, out[part.start : part.stop])
             return out
@@ -128,6 +140,7 @@ class _Part:
 
 
 def _address(array: Any) -> int:
+    """Of a C-contiguous array."""
     try:
         return ctypes.addressof(ctypes.c_byte.from_buffer(array))  # three times faster than what follows
     except TypeError:  # a read-only array

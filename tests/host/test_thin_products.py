@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from frink_numba.errors import ShapeError
 from frink_numba.host import thin_products
 from frink_numba.host.dequantize import dequantize
 from frink_numba.host.team import Team
@@ -98,6 +99,12 @@ def test_what_numpy_serves_instead(kind: str, rows: int, cols: int) -> None:
     assert relative_error(out, float64(matrices) @ x) < 1e-6
 
 
+def test_matrices_of_several_widths_are_refused() -> None:
+    matrices = (*stack("Q8_0", (512,), 512, 1), *stack("Q8_0", (512,), 256, 1))
+    with pytest.raises(ShapeError, match="different widths cannot be stacked"):
+        WeightStore(1 << 30).product(np.zeros((512, 1), np.float32), *matrices, out=poisoned(1024, 1))
+
+
 def test_bytes_at_any_address() -> None:
     """A tensor lies in the mapped file at any multiple of the file's alignment, which may be 1."""
     rng = np.random.default_rng(3)
@@ -128,6 +135,38 @@ def test_a_read_only_input() -> None:
     x.flags.writeable = False
     out = ready(matrices).product(x, poisoned(300, 1))
     assert relative_error(out, float64(matrices).sum(1, keepdims=True)) < 1e-6
+
+
+def test_columns_that_do_not_lie_together() -> None:
+    """A column of a larger array, and a result that is one."""
+    matrices = stack("Q8_0", (300,), 256, 5)
+    wide = np.random.default_rng(1).standard_normal((256, 7), dtype=np.float32)
+    results = np.zeros((300, 3), np.float32)
+    for n in (1, 2):
+        ready(matrices).product(wide[:, 2 : 2 + n], results[:, 1 : 1 + n])
+        assert relative_error(results[:, 1 : 1 + n], float64(matrices) @ wide[:, 2 : 2 + n]) < 1e-6
+    assert not results[:, 0].any()
+
+
+def test_what_does_not_fit_is_refused_before_it_is_read() -> None:
+    """R20: compiled code checks no bounds."""
+    thin = ready(stack("Q8_0", (300,), 256, 5))
+
+    def zeros(*shape: int, dtype: type = np.float32) -> np.ndarray:
+        return np.zeros(shape, dtype)
+
+    for x, out in (
+        (zeros(255, 1), zeros(300, 1)),
+        (zeros(256, 1), zeros(299, 1)),
+        (zeros(256, 1), zeros(300, 2)),
+        (zeros(256, 5), zeros(300, 5)),
+        (zeros(256, 0), zeros(300, 0)),
+        (zeros(256), zeros(300)),
+        (zeros(256, 1, dtype=np.float64), zeros(300, 1)),
+        (zeros(256, 1), zeros(300, 1, dtype=np.float64)),
+    ):
+        with pytest.raises(ShapeError, match=r"weights do not take|products of float32"):
+            thin.product(x, out)
 
 
 def test_threads_never_change_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
