@@ -46,7 +46,7 @@ class Edges:
     output: QuantMatrix  # [vocab, hidden_dim]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Step:
     """A hidden batch on its way through the layers (R1).
 

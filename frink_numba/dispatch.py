@@ -149,8 +149,12 @@ class Dispatcher:
     def _longest_run(self, l: int, step: Step, barred: dict[int, list[tuple[str, str]]]) -> list[_Verdict]:  # noqa: E741
         """The verdicts of the longest run of layers from `l` that one backend wins (R6).
 
-        It ends after a layer whose hidden state is asked for.
+        It ends after a layer whose hidden state is asked for. The first backend may know for all layers at once.
         """
+        if not (l or barred or step.hidden_after):
+            answer = _ask_at_once(self.backends[0], step) if self.backends else None
+            if answer is not None:
+                return [_Verdict(self.backends[0], answer.note, ())] * len(self.layers)
         run = [self._verdict(l, step, barred)]
         for end in range(l + 1, len(self.layers)):
             if end - 1 in step.hidden_after:
@@ -215,6 +219,18 @@ def _ask(backend: Backend, l: int, step: Step) -> Serve | Decline:  # noqa: E741
     if isinstance(answer, Decline) and isinstance(answer.reason, str):
         return answer
     return Decline(f"can_serve answered {type(answer).__name__} instead of Serve or Decline")
+
+
+def _ask_at_once(backend: Backend, step: Step) -> Serve | None:
+    """The answer of a backend that may know for all layers at once (`serves_all`); None sends to each layer."""
+    serves_all = getattr(backend, "serves_all", None)
+    if serves_all is None:
+        return None
+    try:
+        answer = serves_all(step)
+    except PLUGIN_ERRORS:
+        return None  # what is wrong shows when it is asked about a layer
+    return answer if isinstance(answer, Serve) and isinstance(answer.note, str) else None
 
 
 def _read_only(hidden: np.ndarray | None) -> np.ndarray | None:

@@ -8,6 +8,7 @@ declined, and counts from there.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,9 +20,12 @@ from frink_numba.layer import Layer
 
 @dataclass(slots=True)
 class _Walk:
-    """What was answered for one step so far."""
+    """What was answered for one step so far, with the step's scratch and the bytes of others added in."""
 
-    key: tuple[int, ...] = ()
+    step: weakref.ref[Step] | None = None
+    limit: int = 0
+    others: int = 0
+    scratch: int = 0
     admitted: dict[int, bool] = field(default_factory=dict)
     nbytes: int = 0
 
@@ -40,20 +44,19 @@ class Admission:
 
     def reason(self, number: int, step: Step) -> str | None:
         """Why layer `number` has no room on the device in this step; None when it is admitted."""
-        limit, others = self._device.memory.bytes(), self._others()
-        walk, key = self._walk(), (id(step), step.batch, step.start_pos, limit, others)
-        if walk.key != key:
-            walk = self._local.walk = _Walk(key)
+        walk, limit, others = self._walk(), self._device.memory.bytes(), self._others()
+        if walk.step is None or walk.step() is not step or (walk.limit, walk.others) != (limit, others):
+            walk = self._local.walk = _Walk(weakref.ref(step), limit, others, self.scratch(step))
         if number not in walk.admitted:
             own = self._bytes[number] + self.mirror(number, step)
-            need = walk.nbytes + own + self.scratch(step) + others
-            walk.admitted[number] = need <= limit
-            walk.nbytes += own if need <= limit else 0
+            need = walk.nbytes + own + walk.scratch + walk.others
+            walk.admitted[number] = need <= walk.limit
+            walk.nbytes += own if need <= walk.limit else 0
         if walk.admitted[number]:
             return None
         return (
             f"no room for its weights: the layers take {in_units(self.total)} beside scratch, "
-            f"the device memory budget is {in_units(limit)}"
+            f"the device memory budget is {in_units(walk.limit)}"
         )
 
     def scratch(self, step: Step) -> int:

@@ -54,6 +54,7 @@ class Arena:
         self._runtime = runtime
         self._block: Any = None
         self.nbytes = 0
+        self.changes = 0  # grows whenever the block is another
 
     def reserve(self, nbytes: int, spare: int) -> Any:
         """The block, at least `nbytes` long; when it has to grow, by up to a quarter more, no more than `spare` bytes.
@@ -65,6 +66,7 @@ class Arena:
             wanted = nbytes + max(0, min(nbytes // 4, spare))
             self._block = self._runtime.device_bytes(wanted)
             self.nbytes = wanted
+            self.changes += 1
         return self._block
 
     def clear(self) -> None:

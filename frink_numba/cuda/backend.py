@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from frink_numba.backend import Decline, LayerCache, Run, Serve, Step
 from frink_numba.cuda.admission import Admission
-from frink_numba.cuda.body import Ends, KvSource
+from frink_numba.cuda.body import Ends, KvSource, Rows
 from frink_numba.cuda.classify import decline_reason
 from frink_numba.cuda.device import CudaDevice, open_device
 from frink_numba.cuda.residency import hold_layers, release_holder
@@ -34,6 +38,20 @@ def create(layers: Sequence[Layer], device: str | None = None) -> CudaBackend:
     return CudaBackend(layers, open_device(number), "cuda" if device is None else f"cuda:{number}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """A step over all layers that ran, and what the next one over the same cache finds unchanged."""
+
+    caches: weakref.ref[Any]
+    batch: int
+    state: tuple[int, int, int, int]  # of the device
+    resident: list[DeviceLayer]
+    block: object
+
+    def holds(self, device: CudaDevice, step: Step) -> bool:
+        return self.caches() is step.caches and self.batch == step.batch and self.state == device.state
+
+
 class CudaBackend:
     """Serves runs of layers on one device. Several threads may use it; their runs follow each other.
 
@@ -50,7 +68,9 @@ class CudaBackend:
         self._reasons = [_static_reason(layer, device) for layer in self._layers]
         served = [number for number, reason in enumerate(self._reasons) if reason is None]
         self._holder = object()
+        self._serve = Serve(str(device))
         self._admission = Admission(device, self._layers, served, self._holder)
+        self._settled: _Settled | None = None
         self._traffic = Traffic()
         self._traffic_lock = threading.Lock()
         # A backend that is dropped without `close` gives its memory back too; at exit the driver does.
@@ -82,7 +102,22 @@ class CudaBackend:
             reason = self._admission.reason(l, step)
         except Exception as error:  # numba, cuda.core and cuda.bindings each have classes of their own
             reason = f"its free memory is not known: {self.device.failed(error)}"
-        return Serve(str(self.device)) if reason is None else Decline(reason)
+        return self._serve if reason is None else Decline(reason)
+
+    def serves_all(self, step: Step) -> Serve | None:
+        """Serve when a step is like one that just ran, so that every layer need not be asked; None is no answer.
+
+        The weights are there, and K/V memory holds the new rows too.
+        """
+        settled = self._settled
+        if settled is None or self.device.problem is not None or not settled.holds(self.device, step):
+            return None
+        start, total = step.start_pos, step.start_pos + step.batch
+        body = self.device.body
+        for cache in step.caches:
+            if cache.positions != start or cache.rows != start or not body.has_room(cache, total):
+                return None
+        return self._serve if all(map(operator.is_, step.layers, self._layers)) else None
 
     def run(self, l: int, length: int, step: Step) -> Run | None:  # noqa: E741
         """Run layers l .. l+length-1; None after a failure, which was reported (R21).
@@ -94,17 +129,24 @@ class CudaBackend:
             raise ShapeError("a step to run needs a hidden batch")
         if step.hidden is not None:
             check_hidden(step.hidden, step.batch, layers)
-        sources = []
-        for number, layer in enumerate(layers, l):
-            keys, values = step.caches[number].prefix()
-            check_prefix(layer, keys, values, step.start_pos)
-            sources.append(KvSource((keys, values), step.caches[number]))
+        caches = step.caches[l : l + length]
+        sources = [
+            KvSource(functools.partial(_prefix, layer, cache, step.start_pos), cache)
+            for layer, cache in zip(layers, caches, strict=True)
+        ]
+        if not self.device.body.mirrors_rows:
+            for source in sources:
+                _ = source.prefix  # checked before any device work
 
         traffic = Traffic()
         device = self.device
         try:
             with device.working():
-                resident, block = self._make_room(l, layers, step, traffic)
+                settled = self._settled
+                if settled is not None and settled.holds(device, step) and self._has_room(step):
+                    resident, block = settled.resident[l : l + length], settled.block
+                else:
+                    resident, block = self._make_room(l, layers, step, traffic)
                 ends = self._ends(l, length, step, traffic)
                 hidden = step.hidden
                 if hidden is None and ends.tokens is None and step.lookup is not None:
@@ -113,6 +155,8 @@ class CudaBackend:
                 answer = device.body.run(
                     device.workspace, resident, hidden, sources, step.start_pos, block, traffic, ends
                 )
+                if length == len(self._layers):
+                    self._settle(step, resident, block)
         except Exception as error:  # numba, cuda.core and cuda.bindings each have classes of their own
             failure = device.problem or device.failed(error)
             warn_once(f"backend {self.name}: a run failed after it was admitted, others serve its layers: {failure}")
@@ -121,6 +165,19 @@ class CudaBackend:
             with self._traffic_lock:
                 self._traffic.add(traffic)
         return Run(answer.hidden, answer.rows, logits=answer.logits)
+
+    def _has_room(self, step: Step) -> bool:
+        total = step.start_pos + step.batch
+        return all(self.device.body.has_room(cache, total) for cache in step.caches)
+
+    def _settle(self, step: Step, resident: list[DeviceLayer], block: object) -> None:
+        """Remember that the step ran as a whole."""
+        if self._settled is None or not self._settled.holds(self.device, step):
+            try:
+                caches = weakref.ref(step.caches)
+            except TypeError:  # a plain list of caches
+                return
+            self._settled = _Settled(caches, step.batch, self.device.state, resident, block)
 
     def _ends(self, l: int, length: int, step: Step, traffic: Traffic) -> Ends:  # noqa: E741
         """What the run does beside its layers; under `working()`, when layers and scratch are in place.
@@ -160,6 +217,7 @@ class CudaBackend:
 
     def close(self) -> None:
         """Give the device memory back; may be called twice. A later run would upload the weights again."""
+        self._settled = None
         _let_go(self.name, self.device, self._holder)
 
     def _make_room(
@@ -194,6 +252,13 @@ class CudaBackend:
         resident = hold_layers(device, layers, self._holder, traffic, scratch)
         exact = body.scratch(layers).nbytes(step.batch, step.start_pos)
         return resident, device.workspace.arena.reserve(exact, max(0, self._admission.spare() - exact))
+
+
+def _prefix(layer: Layer, cache: LayerCache, start_pos: int) -> Rows:
+    """K and V of the positions before the batch, checked."""
+    keys, values = cache.prefix()
+    check_prefix(layer, keys, values, start_pos)
+    return keys, values
 
 
 def _let_go(name: str, device: CudaDevice, holder: object) -> None:

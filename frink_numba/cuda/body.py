@@ -6,7 +6,7 @@ package (admission, residency, budget, failures) is the same for both and speaks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
@@ -23,16 +23,25 @@ if TYPE_CHECKING:
 Rows: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 
-@dataclass(slots=True)
 class KvSource:
     """One layer's K/V rows before the batch, and the cache they are from.
 
-    prefix: K and V [start_pos, n_kv_heads, head_dim], float32 or float16, K after its rotation. cache: the object that
-    owns them (see `tensor/mirror.py` for what it may tell), or None.
+    prefix: K and V [start_pos, n_kv_heads, head_dim], float32 or float16, K after its rotation; or a function that
+    gives them, called when somebody looks. cache: the object that owns them (see `tensor/mirror.py` for what it may
+    tell), or None.
     """
 
-    prefix: Rows
-    cache: Any = None
+    __slots__ = ("_prefix", "cache")
+
+    def __init__(self, prefix: Rows | Callable[[], Rows], cache: Any = None) -> None:
+        self._prefix = prefix
+        self.cache = cache
+
+    @property
+    def prefix(self) -> Rows:
+        if callable(self._prefix):
+            self._prefix = self._prefix()
+        return self._prefix
 
 
 @dataclass(slots=True)
@@ -87,12 +96,23 @@ class Body(Protocol):
     def mirror_bytes(self, layer: Layer, cache: Any, positions: int) -> int:
         """Bytes of device memory that the layer's K/V rows of `positions` positions take beside the scratch."""
 
+    @property
+    def mirrors_rows(self) -> bool:
+        """Whether K/V rows stay on the device, so that a run need not look at all those before it."""
+
+    def has_room(self, cache: Any, positions: int) -> bool:
+        """Whether this cache's rows of so many positions fit into the device memory they have."""
+
     def mirror_held(self, cache: Any) -> int:
         """Bytes of device memory that this cache's rows take now."""
 
     @property
     def mirrored_bytes(self) -> int:
         """Bytes of device memory that all K/V rows take now."""
+
+    @property
+    def changes(self) -> int:
+        """Grows whenever memory of K/V rows is taken or given back."""
 
     def forget(self, nbytes: int, keep: Sequence[Any] = ()) -> None:
         """Give back at least `nbytes` of device memory of K/V rows if there are, except those of the caches `keep`."""

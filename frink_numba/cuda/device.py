@@ -92,6 +92,12 @@ class CudaDevice:
         """Device memory in use for weights, scratch and K/V rows."""
         return self.bank.nbytes + self.arena_bytes + self.body.mirrored_bytes
 
+    @property
+    def state(self) -> tuple[int, int, int, int]:
+        """Equal as long as weights, scratch, K/V memory and budget are what they were."""
+        arena = self._workspace.arena.changes if self._workspace is not None else 0
+        return self.bank.changes, self.body.changes, arena, self.memory.bytes()
+
     def failed(self, error: BaseException) -> str:
         """Settle what a failure under `working()` means for later runs; its text, one line.
 

@@ -33,6 +33,7 @@ class WeightBank:
         self._entries: dict[int, tuple[DeviceLayer, set[object]]] = {}
         self._held: Counter[object] = Counter()
         self.nbytes = 0
+        self.changes = 0  # grows whenever a part comes or goes
 
     def find(self, layer: Part, holder: object) -> DeviceLayer | None:
         """The layer if it is here; `holder` then holds it too."""
@@ -49,6 +50,7 @@ class WeightBank:
     def add(self, uploaded: DeviceLayer, holder: object) -> None:
         entry = self._entries[id(uploaded.layer)] = (uploaded, set())
         self.nbytes += uploaded.nbytes
+        self.changes += 1
         self._hold(entry, holder)
 
     def drop(self, layer: Part, holder: object) -> None:
@@ -56,6 +58,7 @@ class WeightBank:
         uploaded, holders = self._entries[id(layer)]
         holders.remove(holder)
         self._held[holder] -= uploaded.nbytes
+        self.changes += 1
         if not self._held[holder]:
             del self._held[holder]
         if not holders:

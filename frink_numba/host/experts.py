@@ -57,7 +57,7 @@ def mixture(
             gate = np.dot(layer.shared_gate, x)
             sigmoid(gate)
             np.multiply(out, gate, out=out)
-    used = tuple(np.unique(chosen).tolist())
+    used = tuple(np.flatnonzero(np.bincount(chosen.reshape(-1))).tolist())
     for number in used:
         rank, token = np.nonzero(chosen == number)
         part = np.take(x, token, axis=1)

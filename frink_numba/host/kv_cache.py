@@ -48,6 +48,8 @@ class Lease:
     first: int  # row
     k: np.ndarray
     v: np.ndarray
+    k_address: int = 0  # of the first row in memory, where it was lent by `lend`
+    v_address: int = 0
     pushed: bool = False
 
 
@@ -65,6 +67,7 @@ class LayerKV:
         self._evicted = 0
         self._evictions = 0
         self._k, self._v = self._allocate(0)
+        self._addresses: tuple[int, int] | None = None  # of these two, once somebody asked
         self._lent: Lease | None = None  # the tail given out last
 
     @property
@@ -109,8 +112,13 @@ class LayerKV:
     def lend(self, n: int) -> Lease:
         """The `tail`, with word of whether it was pushed."""
         self.with_tail(n)
-        assert self._lent is not None
-        return self._lent
+        lease = self._lent
+        assert lease is not None
+        if self._addresses is None:
+            self._addresses = self._k.ctypes.data, self._v.ctypes.data
+        lease.k_address = self._addresses[0] + lease.first * self._k.strides[0]
+        lease.v_address = self._addresses[1] + lease.first * self._v.strides[0]
+        return lease
 
     def with_tail(self, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """(K, V, tail K, tail V): K and V with `n` more rows than there are, to be read only, and `tail`.
@@ -149,7 +157,7 @@ class LayerKV:
         k[: self.rows] = self._k[: self.rows]
         v[: self.rows] = self._v[: self.rows]
         self._k, self._v = k, v
-        self._lent = None
+        self._addresses = self._lent = None
 
     def check_rows(self, k: np.ndarray, v: np.ndarray, n: int) -> None:
         """CacheError, naming the layer and the shapes, unless K and V are `n` rows of this layer's widths."""
@@ -195,7 +203,7 @@ class LayerKV:
     def adopt(self, buffers: tuple[np.ndarray, np.ndarray], evicted: int) -> None:
         """Take `buffers`, which lack `evicted` rows of those held."""
         self._k, self._v = buffers
-        self._lent = None
+        self._addresses = self._lent = None
         self._evicted += evicted
         self._evictions += 1
 

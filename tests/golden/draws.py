@@ -6,6 +6,7 @@ NumPy does not promise that its generators keep their streams from version to ve
 from __future__ import annotations
 
 import zlib
+from functools import cache
 
 import numpy as np
 
@@ -21,6 +22,11 @@ def _hash(name: str, count: int) -> np.ndarray:
 
 def normal(name: str, shape: tuple[int, ...], std: float = 1.0) -> np.ndarray:
     """float32 `shape`, close to Gaussian with mean 0: the sum of four uniform 16-bit numbers, scaled."""
+    return _normal(name, shape, std).copy()
+
+
+@cache  # tests write the same small models again and again
+def _normal(name: str, shape: tuple[int, ...], std: float) -> np.ndarray:
     fields = _hash(name, int(np.prod(shape))).view(np.uint16).reshape(-1, 4)
     centred = fields.sum(axis=1, dtype=np.int64).astype(np.float64) - 4 * 32767.5
     return (centred * (std * np.sqrt(3.0) / 65536)).astype(np.float32).reshape(shape)

@@ -27,6 +27,8 @@ class SimtBody:
     tier = "simt"
     least_batch = 4  # below it the matrix products read all weights for next to no work (R2)
     mirrored_bytes = 0
+    changes = 0
+    mirrors_rows = False
 
     def __init__(self, runtime: Runtime, launchers: Launchers) -> None:
         self.runtime = runtime
@@ -43,6 +45,9 @@ class SimtBody:
 
     def mirror_bytes(self, layer: Layer, cache: Any, positions: int) -> int:
         return 0
+
+    def has_room(self, cache: Any, positions: int) -> bool:
+        return False  # the scratch grows with the positions
 
     def mirror_held(self, cache: Any) -> int:
         return 0

@@ -6,15 +6,16 @@ calling thread waits once, at the end (R8). Rows go straight into the host's cac
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from frink_numba.backend import Edges
 from frink_numba.cuda.arena import Carver, float_bytes
-from frink_numba.cuda.body import WHOLE, Answer, Ends, KvSource, Rows
+from frink_numba.cuda.body import WHOLE, Answer, Ends, KvSource
 from frink_numba.cuda.runtime import Runtime
 from frink_numba.cuda.shapes import LayerShape
 from frink_numba.cuda.tensor.edges import TensorEdges, decline_edges, edges_bytes, upload_edges
@@ -45,6 +46,7 @@ class TensorBody:
         self._zeroed: Program | None = None  # that ran last: its counters are known to be zero
 
     least_batch = 1
+    mirrors_rows = True
 
     @property
     def tier(self) -> str:
@@ -63,12 +65,19 @@ class TensorBody:
     def mirror_bytes(self, layer: Layer, cache: Any, positions: int) -> int:
         return self._mirrors.needed(LayerShape.of(layer), cache, positions)
 
+    def has_room(self, cache: Any, positions: int) -> bool:
+        return self._mirrors.has_room(cache, positions)
+
     def mirror_held(self, cache: Any) -> int:
         return self._mirrors.held(cache)
 
     @property
     def mirrored_bytes(self) -> int:
         return self._mirrors.nbytes
+
+    @property
+    def changes(self) -> int:
+        return self._mirrors.changes
 
     def forget(self, nbytes: int, keep: Sequence[Any] = ()) -> None:
         self._mirrors.forget(nbytes, keep)
@@ -104,11 +113,10 @@ class TensorBody:
         run, mirrors = _Run(self.runtime, work, traffic), list[Mirror]()
         try:
             zeroed, self._zeroed = self._zeroed, None
-            shapes = [layer.shape for layer in layers]
             total = start_pos + batch
             mirrors = [
-                self._mirrors.get(shape, source.cache, total, work.compute)
-                for shape, source in zip(shapes, sources, strict=True)
+                self._mirrors.get(layer.shape, source.cache, total, work.compute)
+                for layer, source in zip(layers, sources, strict=True)
             ]
             program = self._program(layers, mirrors, batch, self.runtime.address(block), ends)
             if zeroed is not program:  # the counters of another program lie elsewhere
@@ -153,6 +161,9 @@ class TensorBody:
     ) -> None:
         """Bring up the rows before the batch that the mirror does not hold (R11)."""
         known = min(start_pos, mirror.known_rows(source.cache))
+        mirror.rows = start_pos
+        if known == start_pos:
+            return
         shape = layer.shape
         width, pitch = shape.kv_width, -(-shape.head_dim // 8) * 8
         stream, handle = work.compute, self.runtime.handle(work.compute)
@@ -169,12 +180,20 @@ class TensorBody:
             scales = layer.scales[1:]
             launch = self.kernels.mirror_rows(n, shape.n_kv_heads, shape.head_dim, pitch, addresses, targets, scales)
             launch(handle)
-        mirror.rows = start_pos
 
 
 def _there(array: np.ndarray | None) -> np.ndarray:
     assert array is not None  # asked for only where it was made
     return array
+
+
+class _Target(NamedTuple):
+    """Where a layer's new rows go, and the addresses of that memory."""
+
+    k: np.ndarray
+    v: np.ndarray
+    k_address: int
+    v_address: int
 
 
 class _Run:
@@ -239,45 +258,56 @@ class _Run:
         runtime.synchronize(stream)
         traffic.synchronizations += 1
         traffic.runs += 1
-        return Answer(answer if ends.hidden else None, targets, logits)
+        rows = [(target.k, target.v) for target in targets]
+        return Answer(answer if ends.hidden else None, rows, logits)
 
-    def _fetch(self, targets: Sequence[Rows], address: int) -> None:
+    def _fetch(self, targets: Sequence[_Target], address: int) -> None:
         """The rows of a segment come down: in one copy where the targets lie at equal distances."""
-        arrays = [rows for pair in targets for rows in pair]
-        self._traffic.kv_down += sum(rows.nbytes for rows in arrays)
-        first, places = arrays[0], [rows.ctypes.data for rows in arrays]
+        nbytes = targets[0].k.nbytes
+        places = [place for target in targets for place in (target.k_address, target.v_address)]
+        alike = all(target.k.nbytes == nbytes == target.v.nbytes for target in targets)
         pitch = places[1] - places[0]
-        if pitch >= first.nbytes and all(
-            rows.nbytes == first.nbytes and place == places[0] + i * pitch
-            for i, (rows, place) in enumerate(zip(arrays, places, strict=True))
-        ):
-            self._runtime.fetch_strided(first, pitch, len(arrays), address, self._work.downloads)
+        if alike and pitch >= nbytes and places == list(range(places[0], places[0] + pitch * len(places), pitch)):
+            self._traffic.kv_down += nbytes * len(places)
+            self._runtime.fetch_strided(targets[0].k, pitch, len(places), address, self._work.downloads)
             return
-        for rows in arrays:
-            self._runtime.fetch(rows, address, self._work.downloads)
-            address += rows.nbytes
+        for target in targets:
+            for rows in (target.k, target.v):
+                self._traffic.kv_down += rows.nbytes
+                self._runtime.fetch(rows, address, self._work.downloads)
+                address += rows.nbytes
 
     def _targets(
         self, layers: Sequence[TensorLayer], mirrors: Sequence[Mirror], sources: Sequence[KvSource], batch: int
-    ) -> list[Rows]:
+    ) -> list[_Target]:
         """Where each layer's new rows go: the cache's tail if the device can write there, else memory of the run."""
-        pinned = self._work.pinned
-        targets: list[Rows | None] = []
+        targets: list[_Target | None] = []
         for mirror, source in zip(mirrors, sources, strict=True):
             lend = getattr(source.cache, "lend", None)
             lease = lend(batch) if lend is not None else None
-            if lease is not None and not (
-                lease.k.dtype == np.float32 and pinned.owns(lease.k) and pinned.owns(lease.v)
-            ):
+            if lease is not None and not self._writable(mirror, lease):
                 lease = None
             mirror.lease = lease
-            targets.append((lease.k, lease.v) if lease is not None else None)
-        missing = [layer.shape for layer, rows in zip(layers, targets, strict=True) if rows is None]
+            targets.append(None if lease is None else _Target(lease.k, lease.v, lease.k_address, lease.v_address))
+        missing = [layer.shape for layer, target in zip(layers, targets, strict=True) if target is None]
         if not missing:
-            return [rows for rows in targets if rows is not None]
-        carver = Carver(pinned.lend(float_bytes(*(batch * shape.kv_width for shape in missing for _ in "kv"))))
-        out = []
-        for layer, rows in zip(layers, targets, strict=True):
-            shape = (batch, layer.shape.n_kv_heads, layer.shape.head_dim)
-            out.append(rows if rows is not None else (carver.array(shape), carver.array(shape)))
+            return [target for target in targets if target is not None]
+        lent = self._work.pinned.lend(float_bytes(*(batch * shape.kv_width for shape in missing for _ in "kv")))
+        carver, out = Carver(lent), []
+        for layer, target in zip(layers, targets, strict=True):
+            if target is None:
+                shape = (batch, layer.shape.n_kv_heads, layer.shape.head_dim)
+                k, v = carver.array(shape), carver.array(shape)
+                target = _Target(k, v, k.ctypes.data, v.ctypes.data)
+            out.append(target)
         return out
+
+    def _writable(self, mirror: Mirror, lease: Any) -> bool:
+        """Whether the device can copy rows straight into a lease: float32 in page-locked memory."""
+        owners = (lease.k.base, lease.v.base)
+        if mirror.owners is not None and all(map(operator.is_, mirror.owners, owners)):
+            return True
+        pinned = self._work.pinned
+        fits = lease.k.dtype == np.float32 and pinned.owns(lease.k) and pinned.owns(lease.v)
+        mirror.owners = owners if fits and None not in owners else None
+        return fits

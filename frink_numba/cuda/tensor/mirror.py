@@ -35,6 +35,7 @@ class Mirror:
     rows: int = 0  # equal to the cache's at `version`
     version: int = 0
     lease: Any = None  # what the last run wrote to behind `rows`
+    owners: Any = None  # of the cache's K and V, once they were found to be page-locked
     reference: Any = None
 
     def known_rows(self, cache: Any) -> int:
@@ -57,6 +58,7 @@ class Mirrors:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._held: dict[int, Mirror] = {}
+        self.changes = 0
 
     @property
     def nbytes(self) -> int:
@@ -65,6 +67,10 @@ class Mirrors:
     def held(self, cache: Any) -> int:
         mirror = self._find(cache)
         return mirror.nbytes if mirror is not None else 0
+
+    def has_room(self, cache: Any, positions: int) -> bool:
+        mirror = self._find(cache)
+        return mirror is not None and mirror.capacity >= positions
 
     def needed(self, shape: LayerShape, cache: Any, positions: int) -> int:
         """Bytes that the mirror of `positions` positions takes: what it has, if that is enough."""
@@ -93,6 +99,7 @@ class Mirrors:
         key, held = id(cache), self._held
         made.reference = weakref.ref(cache, lambda _: held.pop(key, None))
         held[key] = made
+        self.changes += 1
         return made
 
     def forget(self, nbytes: int, keep: Sequence[Any] = ()) -> None:
@@ -102,6 +109,7 @@ class Mirrors:
             if nbytes <= 0:
                 return
             mirror = self._held.pop(key, None)
+            self.changes += 1
             nbytes -= mirror.nbytes if mirror is not None else 0
 
     def _find(self, cache: Any) -> Mirror | None:
