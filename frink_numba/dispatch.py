@@ -120,7 +120,7 @@ class Dispatcher:
                     block = lend(nbytes)
                     if isinstance(block, np.ndarray) and block.dtype == np.uint8 and block.shape == (nbytes,):
                         return block
-                except Exception as error:  # a plugin may raise anything
+                except PLUGIN_ERRORS as error:
                     warn_once(f"backend {backend.name}: its memory for caches failed: {describe(error)}")
         return np.empty(nbytes, np.uint8)
 
