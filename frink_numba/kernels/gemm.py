@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from frink_numba.errors import BackendUnavailable, ShapeError
-from frink_numba.kernels import gemm_mma, gemm_wgmma, half_rows
+from frink_numba.kernels import gemm_mma, gemm_variant, gemm_wgmma, half_rows
 from frink_numba.kernels.cubins import Source, Target
 from frink_numba.kernels.cubins import load as load_cubin
 from frink_numba.kernels.gemm_epilogue import GATES, Epilogue
@@ -34,7 +34,7 @@ from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, fragment_kind
 from frink_numba.kernels.gemm_mma import MmaGemm
 from frink_numba.kernels.gemm_pack import PackedMatrix
 from frink_numba.kernels.gemm_plan import TOKEN_TILES, Plan, make_plan, mma_tokens
-from frink_numba.kernels.gemm_wgmma import WgmmaGemm
+from frink_numba.kernels.gemm_variant import WgmmaGemm
 from frink_numba.kernels.launch import Launch, LoadedKernel
 from frink_numba.kernels.tma import MAP_BYTES, tensor_map
 from frink_numba.quant import QuantKind
@@ -110,6 +110,7 @@ class Gemms:
                 f"no tensor-core kernels of the tier {tier} for compute capability {capability[0]}.{capability[1]}"
             )
         self._overlap = capability >= (9, 0)
+        self._memory = gemm_mma.shared_memory(capability)
         self._kernels: dict[Any, LoadedKernel] = {}
         self._lock = threading.Lock()
 
@@ -122,10 +123,11 @@ class Gemms:
         half: bool = False,
         tokens: int | None = None,
         cluster: int | None = None,
+        groups: int | None = None,
     ) -> WgmmaProduct | MmaProduct:
         """The product of M tokens with such weights. `gate` as in Epilogue, `half` for an f16 result.
 
-        `tokens` and `cluster` force the tile (benchmarks and tests).
+        `tokens`, `cluster` and `groups` force the tile (benchmarks and tests).
         """
         if m < 1:
             raise ShapeError(f"a product needs at least one token, got {m}")
@@ -137,12 +139,11 @@ class Gemms:
         epilogue = Epilogue(gate, half)
         if self.tier == "mma":
             tile = tokens or mma_tokens(m, weights.rows, self.multiprocessors)
-            small = MmaGemm(weights.kind, tile, epilogue)
+            small = MmaGemm(weights.kind, tile, epilogue, self._memory)
             return MmaProduct(m, weights.outputs, weights.cols, self._kernel(small), small)
         kind = FRAGMENT_KINDS[weights.kind]
-        shape = (m, weights.rows, weights.cols, kind.step_size, self.multiprocessors)
-        plan = make_plan(*shape, tokens, cluster, kind.spliced)
-        variant = WgmmaGemm(weights.kind, plan.tokens, epilogue, plan.cluster)
+        plan = make_plan(m, weights.rows, weights.cols, kind, self.multiprocessors, tokens, cluster, groups)
+        variant = WgmmaGemm(weights.kind, plan.tokens, epilogue, plan.cluster, plan.groups)
         return WgmmaProduct(m, weights.outputs, weights.cols, self._kernel(variant), variant, plan)
 
     def half_rows(self, x: int, m: int, cols: int, out: HalfRows) -> Launch:
@@ -168,7 +169,7 @@ class Gemms:
         if isinstance(variant, MmaGemm):
             types = [kind for _, kind in gemm_mma.ARGUMENTS]
             return LoadedKernel(cubin, types, source.threads, variant.shared)
-        types = [kind for _, kind in gemm_wgmma.ARGUMENTS]
+        types = [kind for _, kind in gemm_variant.ARGUMENTS]
         return LoadedKernel(cubin, types, source.threads, variant.shared, cluster=variant.cluster, overlap=True)
 
     def close(self) -> None:
@@ -185,9 +186,9 @@ def source_of(variant: WgmmaGemm | MmaGemm | None, *, overlap: bool) -> Source:
     if variant is None:
         return half_rows.source(overlap)
     if isinstance(variant, MmaGemm):
-        return Source(f"gemm_mma {variant!r}", functools.partial(gemm_mma.build, variant), gemm_mma.THREADS)
+        return Source(f"gemm_mma {variant!r}", functools.partial(gemm_mma.build, variant), gemm_mma.THREADS, 2)
     build = functools.partial(gemm_wgmma.build, variant)
-    return Source(f"gemm_wgmma {variant!r}", build, gemm_wgmma.THREADS, variant.resident)
+    return Source(f"gemm_wgmma {variant!r}", build, variant.threads, variant.resident)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +228,7 @@ class WgmmaProduct(_Product):
     @property
     def workspace(self) -> int:
         """Bytes of the workspace: flags, and the sums of each cluster where tiles are split."""
-        return self.variant.workspace(self.plan.blocks // self.plan.cluster if self.plan.split_tiles else 0)
+        return self.variant.workspace(self.plan.workers if self.plan.split_tiles else 0)
 
     def maps(self, x: HalfRows, out: int, pitch: int | None = None) -> bytes:
         """Tensor maps of the operands and the result.
@@ -259,7 +260,7 @@ class WgmmaProduct(_Product):
         plan = self.plan
         self._check(self.variant.kind, self.variant.epilogue, weights, add, out_scale)
         addresses = (weights.data, weights.row_scale, x.scale, weights.bias, x.norm, out_scale, workspace)
-        shape = (plan.token_tiles, plan.slabs, plan.steps, plan.swath, plan.split_tiles)
+        shape = (self.m, plan.token_tiles, plan.slabs, plan.steps, plan.swath, plan.split_tiles, plan.workers)
         return self.kernel.bind(plan.blocks, maps, maps + MAP_BYTES, *addresses, *weights.bounds(), *shape, int(add))
 
 

@@ -41,6 +41,14 @@ class PtxMachine:
     def load128(self, address: Register) -> Any:
         return self._load(".v4.u32", "u32x4", address)
 
+    def load_matrix(self, tile: Register, thread: Register, block: int) -> Any:
+        # Lanes 8i .. 8i+7 give the rows of matrix i, which becomes register i: upper and lower rows, then columns.
+        lane = thread & 31
+        inner = lane & 7
+        row = tile + (thread >> 5) * 2048 + ((lane >> 3) & 1) * 1024 + inner * 128
+        address = row + (((lane >> 4) | 2 * block) ^ inner) * 16
+        return self.e.asm("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];", "u32x4", [address])
+
     def _op(self, template: str, *registers: Register) -> Any:
         return self.e.asm(template, "u32", registers, pure=True)
 
@@ -63,12 +71,61 @@ class PtxMachine:
         return self._op("sub.rn.f16x2 $0, $1, $2;", a, b)
 
 
-@functools.cache
-def fragment_ops(name: str) -> tuple[Any, tuple[Any, ...]]:
-    """(header op, (fragments op of step 0, 1, 2, 3)) of a kind.
+class Loader(PtxMachine):
+    """Keeps what the fragment code loads, in order; what it computes from it is dropped by the compiler."""
 
-    header(address, row) -> u32 tuple (one 0 where the kind has none); fragments(address, thread, row, header) -> 16
-    registers; `address` is the step's slot in shared memory, which begins with the header's room.
+    def __init__(self, e: Emitter) -> None:
+        super().__init__(e)
+        self.loaded: list[Register] = []
+
+    def _keep(self, got: Any) -> Any:
+        self.loaded += got if isinstance(got, list) else [got]
+        return got
+
+    def load32(self, address: Register) -> Any:
+        return self._keep(super().load32(address))
+
+    def load64(self, address: Register) -> Any:
+        return self._keep(super().load64(address))
+
+    def load128(self, address: Register) -> Any:
+        return self._keep(super().load128(address))
+
+    def load_matrix(self, tile: Register, thread: Register, block: int) -> Any:
+        return self._keep(super().load_matrix(tile, thread, block))
+
+
+class Converter(PtxMachine):
+    """Computes from what a `Loader` has loaded."""
+
+    def __init__(self, e: Emitter, loaded: Sequence[Register]) -> None:
+        super().__init__(e)
+        self.left = list(loaded)
+
+    def _take(self, count: int) -> list[Register]:
+        taken, self.left = self.left[:count], self.left[count:]
+        return taken
+
+    def load32(self, address: Register) -> Any:
+        return self._take(1)[0]
+
+    def load64(self, address: Register) -> Any:
+        return self._take(2)
+
+    def load128(self, address: Register) -> Any:
+        return self._take(4)
+
+    def load_matrix(self, tile: Register, thread: Register, block: int) -> Any:
+        return self._take(4)
+
+
+@functools.cache
+def fragment_ops(name: str) -> tuple[Any, Any, tuple[Any, ...]]:
+    """(header op, load op, (convert op of step 0, 1, 2, 3)) of a kind: its fragment code, cut after its loads.
+
+    header(address, row) -> u32 tuple (one 0 where the kind has none); load(address, thread, row) -> the step's bits;
+    convert(bits, header) -> 16 operand registers. `address` is the step's slot in shared memory, which begins with the
+    header's room.
     """
     kind = FRAGMENT_KINDS[name]
     words = header_words(name)
@@ -79,14 +136,21 @@ def fragment_ops(name: str) -> tuple[Any, tuple[Any, ...]]:
             return [e.constant("u32", 0)]
         return kind.header(PtxMachine(e), address, row)
 
+    @emitted(f"u32x{kind.loaded_words}", "u32", "u32", "u32")
+    def load(e: Emitter, address: Register, thread: Register, row: Register) -> list[Register]:
+        machine = Loader(e)
+        kind.fragments(machine, address + kind.header_size, thread, row, 0, [e.constant("u32", 0)] * words)
+        return machine.loaded
+
     def make(step: int) -> Any:
-        @emitted("u32x16", "u32", "u32", "u32", f"u32x{words}")
-        def fragments(e: Emitter, address: Register, thread: Register, row: Register, shared: Any) -> Any:
-            return kind.fragments(PtxMachine(e), address + kind.header_size, thread, row, step, shared)
+        @emitted("u32x16", f"u32x{kind.loaded_words}", f"u32x{words}")
+        def convert(e: Emitter, loaded: list[Register], shared: Any) -> Any:
+            zero = e.constant("u32", 0)
+            return kind.fragments(Converter(e, loaded), zero, zero, zero, step, shared)
 
-        return fragments
+        return convert
 
-    return header, tuple(make(step) for step in range(4))
+    return header, load, tuple(make(step) for step in range(4))
 
 
 def header_words(name: str) -> int:
@@ -105,29 +169,66 @@ def zeros(count: int, kind: str = "f32") -> Any:
     return op
 
 
+# The upper half of a descriptor of a K-major operand: rows of 128 bytes, swizzled, eight of them 1024 bytes on.
+_DESCRIPTOR = (1 << 30) | 64
+
+
+def _multiply(e: Emitter, acc: list[Register], tokens: int, block: int, a: list[Register], b: Register) -> Any:
+    """One `wgmma` of 16 columns. `a`: four operand registers, or the descriptor's lower half; `b` likewise."""
+    # The next 16 columns of a row lie 32 bytes on: 2 in the descriptor's units of 16.
+    count = tokens // 2
+    sums = ",".join(f"${i}" for i in range(count))
+    last = f"${count + len(a)}"
+    if len(a) == 4:
+        setup, first = "", "{" + ",".join(f"${count + i}" for i in range(4)) + "}"
+        flags, arguments = "1, 1, 1, 0", [*a, b + 2 * block]
+    else:
+        setup, first = f".reg .b64 a;\nmov.b64 a, {{${count}, {_DESCRIPTOR}}};\n", "a"
+        flags, arguments = "1, 1, 1, 0, 0", [a[0] + 2 * block, b + 2 * block]
+    template = (
+        f"{{\n{setup}.reg .b64 b;\nmov.b64 b, {{{last}, {_DESCRIPTOR}}};\n"
+        f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.f16.f16 {{{sums}}}, {first}, b, {flags};\n}}"
+    )
+    return e.asm(template, f"f32x{count}", arguments, tied=acc)
+
+
+def _descriptor(address: Register) -> Register:
+    return (address >> 4) | (1 << 16)
+
+
 @functools.cache
 def multiply_step(tokens: int) -> Any:
     """acc += A B for one step of 64 columns: four `wgmma` m64 n`tokens` k16, A in registers, as one committed group.
 
-    multiply(acc, fragments, descriptor of the tokens' tile). The fragments pass through an empty volatile statement
+    multiply(acc, fragments, address of the tokens' tile). The fragments pass through an empty volatile statement
     before the fence, so that no arithmetic on them slides behind it (ptxas would serialize).
     """
     count = tokens // 2
 
-    @emitted(f"f32x{count}", f"f32x{count}", "u32x16", "u64")
-    def op(e: Emitter, acc: list[Register], fragments: list[Register], descriptor: Register) -> list[Register]:
-        pinned = e.asm("", "u32x16", [], tied=fragments)
+    @emitted(f"f32x{count}", f"f32x{count}", "u32x16", "u32")
+    def op(e: Emitter, acc: list[Register], fragments: list[Register], tile: Register) -> list[Register]:
+        b = _descriptor(tile)
+        *pinned, b = e.asm("", "u32x17", [], tied=[*fragments, b])
         e.asm("wgmma.fence.sync.aligned;", None, [])
-        accumulators = ",".join(f"${i}" for i in range(count))
-        a = ",".join(f"${count + i}" for i in range(4))
-        template = (
-            f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.f16.f16 {{{accumulators}}}, {{{a}}}, ${count + 4}, "
-            "1, 1, 1, 0;"
-        )
         for block in range(4):
-            # The next 16 columns of a row lie 32 bytes on: 2 in the descriptor's units of 16.
-            arguments = [*pinned[4 * block : 4 * block + 4], descriptor + 2 * block]
-            acc = e.asm(template, f"f32x{count}", arguments, tied=acc)
+            acc = _multiply(e, acc, tokens, block, pinned[4 * block : 4 * block + 4], b)
+        e.asm("wgmma.commit_group.sync.aligned;", None, [])
+        return acc
+
+    return op
+
+
+@functools.cache
+def multiply_shared(tokens: int) -> Any:
+    """The same with A in shared memory: multiply(acc, address of the slab's 64 x 64 tile, address of the tokens')."""
+    count = tokens // 2
+
+    @emitted(f"f32x{count}", f"f32x{count}", "u32", "u32")
+    def op(e: Emitter, acc: list[Register], slab: Register, tile: Register) -> list[Register]:
+        a, b = e.asm("", "u32x2", [], tied=[_descriptor(slab), _descriptor(tile)])
+        e.asm("wgmma.fence.sync.aligned;", None, [])
+        for block in range(4):
+            acc = _multiply(e, acc, tokens, block, [a], b)
         e.asm("wgmma.commit_group.sync.aligned;", None, [])
         return acc
 
@@ -162,6 +263,19 @@ def keep(e: Emitter, fragments: list[Register], never: Register, address: Regist
     e.asm(f"{{\n.reg .pred p;\nsetp.ne.u32 p, $16, 0;\n{stores}}}", None, [*fragments, never, address])
 
 
+@functools.cache
+def next_stage(stages: int) -> Any:
+    """(stage, phase) of the step after: the phase turns at the ring's end."""
+
+    @emitted("u32x2", "u32", "u32")
+    def op(e: Emitter, stage: Register, phase: Register) -> list[Register]:
+        after = stage + 1
+        wraps = e.builder.icmp_unsigned("==", after.value, e.constant("u32", stages).value)
+        return [_select(e, wraps, e.constant("u32", 0), after), _select(e, wraps, phase ^ 1, phase)]
+
+    return op
+
+
 # ---- which block does what -------------------------------------------------------------------------------------------
 
 
@@ -178,15 +292,18 @@ def _select(e: Emitter, flag: Any, a: Register, b: Register) -> Register:
 
 
 @emitted("u32", "u32", "u32", "u32")
-def range_start(e: Emitter, block: Register, split: Register, blocks: Register) -> Register:
-    """The first of `split` groups that belongs to `block`: ranges of equal length, in the blocks' order."""
-    return _divide(e, block * split, blocks)
+def range_start(e: Emitter, block: Register, split: Register, workers: Register) -> Register:
+    """The first of `split` groups that belongs to `block`:
+
+    ranges of equal length for the first `workers` blocks, in order; none for the blocks after them.
+    """
+    return _divide(e, _select(e, _less(e, block, workers), block, workers) * split, workers)
 
 
 @emitted("u32", "u32", "u32", "u32", "u32")
-def parts_after(e: Emitter, end: Register, block: Register, split: Register, blocks: Register) -> Register:
-    """How many blocks after `block` begin before group `end`: the last o with o * split < end * blocks is the last."""
-    return _divide(e, end * blocks + split - 1, split) - block - 1
+def parts_after(e: Emitter, end: Register, block: Register, split: Register, workers: Register) -> Register:
+    """How many blocks after `block` begin before group `end`: the last o with o * split < end * workers is the last."""
+    return _divide(e, end * workers + split - 1, split) - block - 1
 
 
 @emitted("u32x5", "u32", "u32", "u32", "u32", "u32")

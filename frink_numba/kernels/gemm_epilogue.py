@@ -12,9 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-CHUNK = 32  # tokens staged at a time
+CHUNK = 32  # the most tokens staged at a time
 
 GATES = ("", "swiglu", "geglu")
+
+
+def chunk_tokens(tokens: int) -> int:
+    """Tokens of a tile that are staged at a time: a power of two that divides the tile's."""
+    return min(CHUNK, tokens & -tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ class Epilogue:
         return self.box_columns * self.item
 
     def chunk_tokens(self, tokens: int) -> int:
-        return min(CHUNK, tokens)
+        return chunk_tokens(tokens)
 
     def scale_size(self, tokens: int) -> int:
         """Bytes of the tokens' scales in shared memory, of one warp group."""

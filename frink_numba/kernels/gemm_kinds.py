@@ -16,9 +16,10 @@ D = d * 2**(24 - lo) and the offset C: (q - offset) * d comes out rounded once. 
 with a power of two per row that puts the row's largest D just under 2**15 (`gemm_pack.py`). The GEMM's epilogue undoes
 it.
 
-The functions below are written against a *machine* `m`: loads from shared memory, `permute`, `fma2`, `mul2`, `sub2`,
-and the operators & | << >> on its registers. The compiler's machine emits PTX (`gemm_emit.py`); the tests' machine
-computes with NumPy, so that the very code that runs on the GPU is held against the `gguf` package without one.
+The functions below are written against a *machine* `m`: loads from shared memory (`load_matrix`: the four registers of
+one block of a tile of f16), `permute`, `fma2`, `mul2`, `sub2`, and the operators & | << >> on its registers. The
+compiler's machine emits PTX (`gemm_emit.py`); the tests' machine computes with NumPy, so that the very code that runs
+on the GPU is held against the `gguf` package without one.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class FragmentKind:
     `scale_bytes` a row, then `planes`: vectors of so many bytes for each of the 128 threads.
     `header(m, base, row)` loads what four steps share; `scales(m, base, row, step, header)` gives a BlockScale for each
     of the step's four blocks; `codes(m, base, thread)` gives the 16 code registers. Both are None in `half`, whose
-    planes are the operands themselves.
+    step is the operand itself: 64 rows of 128 bytes, the 16-byte piece c of row r at c ^ (r & 7), as `wgmma` and
+    `ldmatrix` read it.
     """
 
     name: str
@@ -53,6 +55,7 @@ class FragmentKind:
     scale_bytes: int
     planes: tuple[int, ...]
     lo: int  # mantissa bit of the codes of row g + 8
+    operations: int  # that turn a step's codes into a thread's operands, on average over a record: for the plan
     codes: Callable[[Any, Any, Any], Sequence[Any]]
     header: Callable[[Any, Any, Any], Sequence[Any]] | None = None
     scales: Callable[..., Sequence[BlockScale]] | None = None
@@ -66,9 +69,9 @@ class FragmentKind:
         return self.scale_bytes * SLAB + sum(self.planes) * THREADS
 
     @property
-    def spliced(self) -> bool:
-        """Codes are put together from two planes: more arithmetic than a narrow tile's products hide."""
-        return len(self.planes) == 2 and self.planes[0] != self.planes[1]
+    def loaded_words(self) -> int:
+        """Registers that a thread loads for one step, the header's aside."""
+        return sum(self.planes) // 4 + self.scale_bytes // 2
 
     @property
     def record_size(self) -> int:
@@ -239,8 +242,7 @@ def _codes_iq4(scale_bytes: int) -> Callable[[Any, Any, Any], list[Any]]:
 
 
 def _half_codes(m: Any, base: Any, thread: Any) -> list[Any]:
-    planes = (16, 16, 16, 16)
-    return [w for i in range(4) for w in m.load128(_plane_address(planes, 0, i, base, thread))]
+    return [word for block in range(4) for word in m.load_matrix(base, thread, block)]
 
 
 # ---- scales ------------------------------------------------------------------------------------------------------
@@ -381,20 +383,20 @@ def _scales_iq4(m: Any, base: Any, row: Any, step: int, header: Sequence[Any]) -
 
 
 _ROWS = (
-    # name, steps a record, header, scale bytes a row and step, planes, lo, codes, header function, scales function
-    FragmentKind("Q4_0", 1, 0, 4, (16,), 4, _codes4(4), None, _symmetric32(8, 4)),
-    FragmentKind("Q4_1", 1, 0, 8, (16,), 4, _codes4(8), None, _affine32),
-    FragmentKind("Q5_0", 1, 0, 4, (16, 4), 4, _codes5(4), None, _symmetric32(16, 4)),
-    FragmentKind("Q5_1", 1, 0, 8, (16, 4), 4, _codes5(8), None, _affine32),
-    FragmentKind("Q8_0", 1, 0, 4, (16, 16), 0, _codes8(4), None, _symmetric32(128, 0)),
-    FragmentKind("IQ4_NL", 1, 0, 4, (16,), 0, _codes_iq4(4), None, _symmetric32(128, 0)),
-    FragmentKind("Q2_K", 4, 4, 4, (8,), 2, _codes2(4), _header_q2, _scales_q2),
-    FragmentKind("Q3_K", 4, 14, 0, (8, 4), 2, _codes3(0), _header_q3, _scales_q3),
-    FragmentKind("Q4_K", 4, 16, 0, (16,), 4, _codes4(0), _header_k4, _scales_k4),
-    FragmentKind("Q5_K", 4, 16, 0, (16, 4), 4, _codes5(0), _header_k4, _scales_k4),
-    FragmentKind("Q6_K", 4, 2, 4, (16, 8), 4, _codes6(4), _header_d, _scales_q6),
-    FragmentKind("IQ4_XS", 4, 8, 0, (16,), 0, _codes_iq4(0), _header_iq4, _scales_iq4),
-    FragmentKind("half", 1, 0, 0, (16, 16, 16, 16), 0, _half_codes),
+    # name, steps a record, header, scale bytes a row and step, planes, lo, operations, codes, header function, scales
+    FragmentKind("Q4_0", 1, 0, 4, (16,), 4, 44, _codes4(4), None, _symmetric32(8, 4)),
+    FragmentKind("Q4_1", 1, 0, 8, (16,), 4, 44, _codes4(8), None, _affine32),
+    FragmentKind("Q5_0", 1, 0, 4, (16, 4), 4, 84, _codes5(4), None, _symmetric32(16, 4)),
+    FragmentKind("Q5_1", 1, 0, 8, (16, 4), 4, 84, _codes5(8), None, _affine32),
+    FragmentKind("Q8_0", 1, 0, 4, (16, 16), 0, 40, _codes8(4), None, _symmetric32(128, 0)),
+    FragmentKind("IQ4_NL", 1, 0, 4, (16,), 0, 92, _codes_iq4(4), None, _symmetric32(128, 0)),
+    FragmentKind("Q2_K", 4, 4, 4, (8,), 2, 88, _codes2(4), _header_q2, _scales_q2),
+    FragmentKind("Q3_K", 4, 14, 0, (8, 4), 2, 132, _codes3(0), _header_q3, _scales_q3),
+    FragmentKind("Q4_K", 4, 16, 0, (16,), 4, 66, _codes4(0), _header_k4, _scales_k4),
+    FragmentKind("Q5_K", 4, 16, 0, (16, 4), 4, 106, _codes5(0), _header_k4, _scales_k4),
+    FragmentKind("Q6_K", 4, 2, 4, (16, 8), 4, 110, _codes6(4), _header_d, _scales_q6),
+    FragmentKind("IQ4_XS", 4, 8, 0, (16,), 0, 120, _codes_iq4(0), _header_iq4, _scales_iq4),
+    FragmentKind("half", 1, 0, 0, (64,), 0, 0, _half_codes),
 )
 
 FRAGMENT_KINDS: dict[str, FragmentKind] = {row.name: row for row in _ROWS}

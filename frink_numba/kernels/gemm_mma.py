@@ -3,10 +3,12 @@
     y[M, N] = epilogue(x[M, K] W[N, K]^T)
 
 The packs, fragment functions and result rules are those of the `wgmma` tier (`gemm_kinds.py`, `gemm_epilogue.py`): an A
-fragment of `mma.m16n8k16` is that of a warp of `wgmma`. A block of 8 warps owns a tile of 128 weight rows x T tokens
-and walks along K in steps of 64 columns: `cp.async` keeps three or more stages in flight, the weights' codes become
-f16 in registers, the tokens come through `ldmatrix` from rows of 128 bytes whose 16-byte pieces are swizzled (piece c
-of row r lies at c ^ (r & 7)). With 128 tokens a warp owns 32 rows x 64 tokens, with fewer 16 rows x all tokens.
+fragment of `mma.m16n8k16` is that of a warp of `wgmma`. A block of 4 warps owns a tile of 128 weight rows x T tokens
+and walks along K in steps of 64 columns: `cp.async` keeps stages in flight, the weights' codes become f16 in
+registers, the tokens come through `ldmatrix` from rows of 128 bytes whose 16-byte pieces are swizzled (piece c of row r
+lies at c ^ (r & 7)). With 128 tokens a warp owns 64 rows x 64 tokens, so that a fragment that was read or converted
+serves many multiplications; with fewer tokens 32 rows x all tokens. Two blocks share a multiprocessor where its shared
+memory has room for both: one multiplies while the other waits or writes.
 Results go to memory straight from the accumulators, 32 bytes of a row at a time.
 """
 
@@ -19,10 +21,14 @@ from typing import Any
 from frink_numba.kernels.gemm_epilogue import PLAIN, Epilogue
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, FragmentKind
 
-THREADS = 256
+THREADS = 128
 TOKEN_TILES = (16, 64, 128)
-SHARED_LIMIT = 99 * 1024  # what a block may use on sm_86, 89 and 120; sm_80, 90 and 100 have more
 _MOST_STAGES = 6
+HEADERS = 3  # records that are in use or on their way at a time
+# Bytes of shared memory that all blocks of a multiprocessor may use together, by compute capability. A block takes 1024
+# of them beside its own.
+_SHARED = {(8, 0): 164 << 10, (8, 7): 164 << 10, (9, 0): 228 << 10, (10, 0): 228 << 10, (10, 3): 228 << 10}
+_SHARED_LEAST = 100 << 10
 
 ARGUMENTS = (
     # name, type
@@ -47,13 +53,19 @@ ARGUMENTS = (
 )
 
 
+def shared_memory(capability: tuple[int, int]) -> int:
+    """Bytes of shared memory of a multiprocessor."""
+    return _SHARED.get(capability, _SHARED_LEAST)
+
+
 @dataclass(frozen=True, slots=True)
 class MmaGemm:
-    """One compiled variant: the kind of the weights, T tokens a tile, and the epilogue."""
+    """One compiled variant: the kind of the weights, T tokens a tile, the epilogue, and a multiprocessor's memory."""
 
     kind: str
     tokens: int
     epilogue: Epilogue = PLAIN
+    memory: int = _SHARED_LEAST
 
     @property
     def row(self) -> FragmentKind:
@@ -61,29 +73,45 @@ class MmaGemm:
 
     @property
     def token_halves(self) -> int:
-        """Warps side by side along the tokens; as many row groups of 16 has each warp."""
+        """Warps side by side along the tokens."""
         return 2 if self.tokens == 128 else 1
 
     @property
+    def row_groups(self) -> int:
+        """Groups of 16 rows that a warp owns."""
+        return 2 * self.token_halves
+
+    @property
     def slot(self) -> int:
-        return self.row.header_size + self.row.step_size
+        return self.row.step_size
 
     @property
     def stage(self) -> int:
         return self.tokens * 128 + 2 * self.slot
 
     @property
+    def headers(self) -> int:
+        """Bytes of the headers of both slabs' records: a ring of its own, as a header serves four steps."""
+        return HEADERS * 2 * self.row.header_size
+
+    @property
+    def resident(self) -> int:
+        """Blocks on a multiprocessor."""
+        return 2 if (self.memory // 2 - 1024 - self.headers) // self.stage >= 2 else 1
+
+    @property
     def stages(self) -> int:
-        return min(_MOST_STAGES, SHARED_LIMIT // self.stage)
+        return min(_MOST_STAGES, (self.memory // self.resident - 1024 - self.headers) // self.stage)
 
     @property
     def shared(self) -> int:
-        return self.stages * self.stage
+        return self.stages * self.stage + self.headers
 
 
 @functools.cache
 def _load_step(gemm: MmaGemm) -> Any:
-    """load(x, weights, slot, thread, step, token, m, cols, slab, slabs): start the copies of one step, then commit.
+    """load(x, weights, slot, head, thread, step, steps, token, m, cols, slab, slabs): start the copies of one step,
+    then commit. `head`: where the headers of the step's record go.
 
     `weights` is where the tile's first slab begins. Tokens and columns beyond the matrix, and slabs beyond the last,
     become zeros or stay out.
@@ -92,14 +120,14 @@ def _load_step(gemm: MmaGemm) -> Any:
 
     kind = gemm.row
     header, step_size, record = kind.header_size, kind.step_size, kind.record_size
-    pieces = gemm.tokens * 8
 
-    @emitted(None, "u64", "u64", "u32", "u32", "u32", "u32", "u32", "u32", "u32", "u32", "u32")
+    @emitted(None, "u64", "u64", *["u32"] * 10)
     def load(
         e: Emitter,
         x: Register,
         weights: Register,
         slot: Register,
+        head: Register,
         thread: Register,
         step: Register,
         steps: Register,
@@ -119,79 +147,97 @@ def _load_step(gemm: MmaGemm) -> Any:
 
         zero = e.constant("u32", 0)
         with b.if_then(less(step, steps)):
-            for i in range(-(-pieces // THREADS)):
-                index = thread + i * THREADS
-                row, piece = index >> 3, index & 7
-                column = (step << 6) + (piece << 3)
-                inside = b.and_(less(token + row, m), less(column, cols))
-                source = chosen(inside, e.widen(token + row) * e.widen(cols) + e.widen(column), e.constant("u64", 0))
+            # A thread's pieces lie 16 rows apart: one address, one place in the swizzle.
+            row, piece = thread >> 3, thread & 7
+            column = (step << 6) + (piece << 3)
+            source = x + ((e.widen(token + row) * e.widen(cols) + e.widen(column)) << 1)
+            target = slot + (row << 7) + ((piece ^ (row & 7)) << 4)
+            apart = THREADS // 8
+            for i in range(gemm.tokens // apart):
+                inside = b.and_(less(token + row + apart * i, m), less(column, cols))
                 size = chosen(inside, e.constant("u32", 16), zero)
-                target = slot + (row << 7) + ((piece ^ (row & 7)) << 4)
-                with b.if_then(less(index, e.constant("u32", pieces))):
-                    e.asm("cp.async.cg.shared.global [$0], [$1], 16, $2;", None, [target, x + (source << 1), size])
-            if kind.group_steps == 1:
-                first, inner = None, zero
-                at = e.widen(step) * step_size
-                count = e.constant("u32", step_size)
-            else:
-                first = b.icmp_unsigned("==", (step & 3).value, zero.value)
-                inner = chosen(first, zero, e.constant("u32", header))
-                at = e.widen(step >> 2) * record + e.widen(chosen(first, zero, (step & 3) * step_size + header))
-                count = chosen(first, e.constant("u32", header + step_size), e.constant("u32", step_size))
+                # Nothing is read at an address of which no bytes are wanted.
+                address = source + e.widen(cols) * (2 * apart * i) if i else source
+                e.asm("cp.async.cg.shared.global [$0], [$1], 16, $2;", None, [target + 16 * 128 * i, address, size])
+            at = e.widen(step >> (kind.group_steps >> 1)) * record
+            inner = (step & (kind.group_steps - 1)) * step_size + header
             slab_bytes = e.widen(steps >> (kind.group_steps >> 1)) * record
+
+            def copy(source: Register, target: Register, size: int) -> None:
+                for i in range(-(-size // (16 * THREADS))):
+                    offset = (thread + i * THREADS) << 4
+                    with b.if_then(less(thread << 4, e.constant("u32", size - 16 * THREADS * i))):
+                        e.asm(
+                            "cp.async.cg.shared.global [$0], [$1], 16;", None,
+                            [target + offset, source + e.widen(offset)],
+                        )  # fmt: skip
+
             for side in range(2):
                 with b.if_then(less(slab + side, slabs)):
-                    for i in range(-(-(header + step_size) // (16 * THREADS))):
-                        offset = (thread + i * THREADS) << 4
-                        with b.if_then(less(offset, count)):
-                            source = weights + slab_bytes * side + at + e.widen(offset)
-                            target = slot + (gemm.tokens * 128 + gemm.slot * side) + inner + offset
-                            e.asm("cp.async.cg.shared.global [$0], [$1], 16;", None, [target, source])
+                    source = weights + slab_bytes * side + at
+                    copy(source + e.widen(inner), slot + (gemm.tokens * 128 + gemm.slot * side), step_size)
+                    if header:
+                        with b.if_then(b.icmp_unsigned("==", (step & 3).value, zero.value)):
+                            copy(source, head + header * side, header)
         e.asm("cp.async.commit_group;", None, [])
 
     return load
 
 
 @functools.cache
-def _multiply_step(gemm: MmaGemm) -> tuple[Any, tuple[Any, ...]]:
-    """(header op, multiply ops of steps 0..3 of a record).
-
-    header(slot, warp, lane) -> the shared scales of the warp's row groups; multiply(acc, slot, warp, lane, header) ->
-    acc.
-    """
-    from frink_numba.kernels.gemm_emit import PtxMachine, header_words
+def _head(gemm: MmaGemm) -> Any:
+    """head(base, step): where the headers of the step's record lie."""
     from frink_numba.kernels.ptx import Emitter, Register, emitted
 
-    kind, halves = gemm.row, gemm.token_halves
+    @emitted("u32", "u32", "u32")
+    def head(e: Emitter, base: Register, step: Register) -> Register:
+        turn = Register(e, "u32", e.builder.urem((step >> 2).value, e.constant("u32", HEADERS).value))
+        return base + gemm.stages * gemm.stage + turn * (2 * gemm.row.header_size)
+
+    return head
+
+
+def _first_group(gemm: MmaGemm, warp: Any) -> Any:
+    """The first of the warp's row groups, 0..7 in the tile."""
+    return (warp >> (gemm.token_halves - 1)) * gemm.row_groups
+
+
+@functools.cache
+def _multiply_step(gemm: MmaGemm) -> tuple[Any, ...]:
+    """The multiply ops of steps 0..3 of a record: multiply(acc, slot, head, warp, lane) -> acc."""
+    from frink_numba.kernels.gemm_emit import Converter, Loader, PtxMachine, header_words
+    from frink_numba.kernels.ptx import Emitter, Register, emitted
+
+    kind, halves, groups = gemm.row, gemm.token_halves, gemm.row_groups
     words = header_words(gemm.kind)
     own_tokens = gemm.tokens // halves
-    count = halves * own_tokens // 2
+    count = groups * own_tokens // 2
+
+    def thread_slab(warp: Register, group: int) -> Register:
+        return (_first_group(gemm, warp) + group) >> 2
 
     def place(slot: Register, warp: Register, lane: Register, group: int) -> tuple[Register, Register, Register]:
         """(slab's slot, thread in the slab, row g in the slab) of the warp's row group."""
-        rows = (warp >> 1) * 2 + group if halves == 2 else warp
+        rows = _first_group(gemm, warp) + group
         inner = rows & 3
         base = slot + gemm.tokens * 128 + (rows >> 2) * gemm.slot
         return base, (inner << 5) + lane, (inner << 4) + (lane >> 2)
 
-    @emitted(f"u32x{halves * words}", "u32", "u32", "u32")
-    def header(e: Emitter, slot: Register, warp: Register, lane: Register) -> list[Register]:
-        out: list[Register] = []
-        for group in range(halves):
-            base, _, row = place(slot, warp, lane, group)
-            out += kind.header(PtxMachine(e), base, row) if kind.header else [e.constant("u32", 0)]
-        return out
-
     def make(step: int) -> Any:
-        @emitted(f"f32x{count}", f"f32x{count}", "u32", "u32", "u32", f"u32x{halves * words}")
+        @emitted(f"f32x{count}", f"f32x{count}", "u32", "u32", "u32", "u32")
         def multiply(
-            e: Emitter, acc: list[Register], slot: Register, warp: Register, lane: Register, shared: list[Register]
+            e: Emitter, acc: list[Register], slot: Register, head: Register, warp: Register, lane: Register
         ) -> list[Register]:
-            fragments = []
-            for group in range(halves):
+            codes, headers = [], []
+            nothing = [e.constant("u32", 0)] * words
+            for group in range(groups):
                 base, thread, row = place(slot, warp, lane, group)
-                own = shared[group * words : (group + 1) * words]
-                fragments.append(kind.fragments(PtxMachine(e), base + kind.header_size, thread, row, step, own))
+                machine = Loader(e)
+                kind.fragments(machine, base, thread, row, step, nothing)
+                codes.append(machine.loaded)
+                own_head = head + (thread_slab(warp, group) * kind.header_size)
+                headers.append(kind.header(PtxMachine(e), own_head, row) if kind.header else nothing)
+            zero = e.constant("u32", 0)
             # Lanes 8i .. 8i+7 give the rows of matrix i: tokens 0-7 and 8-15, columns 0-7 and 8-15 of each.
             token = ((lane >> 4) << 3) + (lane & 7)
             if halves == 2:
@@ -199,18 +245,26 @@ def _multiply_step(gemm: MmaGemm) -> tuple[Any, tuple[Any, ...]]:
             out = list(acc)
             for block in range(4):
                 piece = ((lane >> 3) & 1) + 2 * block
+                fragments = []
+                for group in range(groups):
+                    # Through empty statements: operands are made when they are needed, not all at once. Two blocks
+                    # of 16 columns share what most kinds make of the header.
+                    codes[group] = e.asm("", f"u32x{len(codes[group])}", [], tied=codes[group])
+                    if kind.header and block % 2 == 0:
+                        headers[group] = e.asm("", f"u32x{words}", [], tied=headers[group])
+                    made = kind.fragments(Converter(e, codes[group]), zero, zero, zero, step, headers[group])
+                    fragments.append(made[4 * block : 4 * block + 4])
                 for pair in range(own_tokens // 16):
                     address = slot + ((token + 16 * pair) << 7) + ((piece ^ (token & 7)) << 4)
                     b = e.asm("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];", "u32x4", [address])
                     for n in range(2):
-                        for group in range(halves):
+                        for group in range(groups):
                             at = 4 * (group * (own_tokens // 8) + 2 * pair + n)
-                            a = fragments[group][4 * block : 4 * block + 4]
                             out[at : at + 4] = e.asm(
                                 "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, "
                                 "{$8,$9}, {$0,$1,$2,$3};",
                                 "f32x4",
-                                [*a, b[2 * n], b[2 * n + 1]],
+                                [*fragments[group], b[2 * n], b[2 * n + 1]],
                                 tied=out[at : at + 4],
                                 pure=True,
                             )
@@ -218,7 +272,7 @@ def _multiply_step(gemm: MmaGemm) -> tuple[Any, tuple[Any, ...]]:
 
         return multiply
 
-    return header, tuple(make(step) for step in range(4))
+    return tuple(make(step) for step in range(4))
 
 
 @functools.cache
@@ -227,9 +281,9 @@ def _store_tile(gemm: MmaGemm) -> Any:
     from frink_numba.kernels.gemm_store import activate, out_scales
     from frink_numba.kernels.ptx import Emitter, Register, emitted
 
-    epilogue, halves = gemm.epilogue, gemm.token_halves
+    epilogue, halves, groups = gemm.epilogue, gemm.token_halves, gemm.row_groups
     own_tokens = gemm.tokens // halves
-    count = halves * own_tokens // 2
+    count = groups * own_tokens // 2
 
     @emitted(
         None, f"f32x{count}", "u32", "u32", "u32", "u32", "u64", "u64", "u64", "u64", "u64", "u64", "f32", "f32", "f32",
@@ -280,8 +334,8 @@ def _store_tile(gemm: MmaGemm) -> Any:
                     with otherwise:
                         e.asm("st.global.f32 [$0], $1;", None, [address, value])
 
-        for group in range(halves):
-            rows = (warp >> 1) * 2 + group if halves == 2 else warp
+        for group in range(groups):
+            rows = _first_group(gemm, warp) + group
             own_slab = slab + (rows >> 2)
             inner = rows & 3
             n = own_slab * 64 + (inner << 4) + g
@@ -328,16 +382,17 @@ def build(gemm: MmaGemm) -> tuple[Any, Any]:
     from numba import cuda, types
 
     from frink_numba.kernels.gemm_emit import zeros
-    from frink_numba.kernels.instructions import copies_pending
+    from frink_numba.kernels.instructions import block_index, copies_pending
     from frink_numba.kernels.ptx import numba_type, shared_address
 
     kind = gemm.row
     TOKENS, STAGES, STAGE = gemm.tokens, gemm.stages, gemm.stage
     AHEAD = STAGES - 1
     RECORD, GROUPED = kind.record_size, kind.group_steps == 4
-    no_sums = zeros(gemm.tokens // 2)
+    no_sums = zeros(gemm.tokens)
     load, store = _load_step(gemm), _store_tile(gemm)
-    header, (multiply0, multiply1, multiply2, multiply3) = _multiply_step(gemm)
+    multiply0, multiply1, multiply2, multiply3 = _multiply_step(gemm)
+    heads = _head(gemm)
     arrived = copies_pending(AHEAD - 1)
     u32, u64 = types.uint32, types.uint64
 
@@ -350,26 +405,40 @@ def build(gemm: MmaGemm) -> tuple[Any, Any]:
         thread = u32(cuda.threadIdx.x)
         warp = thread >> u32(5)
         lane = thread & u32(31)
-        tile = u32(cuda.blockIdx.x)
+        tile = block_index()
         pair = u32(tile // token_tiles)
         token = u32(u32(tile - pair * token_tiles) * u32(TOKENS))
         slab = u32(pair << u32(1))
         steps = u32(u32(cols + u32(63)) >> u32(6))
         source = weights + u64(slab) * (u64(steps >> u32(2 if GROUPED else 0)) * u64(RECORD))
         for i in range(AHEAD):
-            load(x, source, base + u32(STAGE * i), thread, u32(i), steps, token, m, cols, slab, slabs)
+            load(
+                x,
+                source,
+                base + u32(STAGE * i),
+                heads(base, u32(i)),
+                thread,
+                u32(i),
+                steps,
+                token,
+                m,
+                cols,
+                slab,
+                slabs,
+            )
         slot = u32(base)
         free = u32(base + u32(STAGE * AHEAD))
         end = u32(base + u32(STAGE * STAGES))
         acc = no_sums()
         step = u32(0)
         while step < steps:
+            head = heads(base, step)
             arrived()
             cuda.syncthreads()
-            load(x, source, free, thread, u32(step + u32(AHEAD)), steps, token, m, cols, slab, slabs)
+            far = heads(base, u32(step + u32(AHEAD)))
+            load(x, source, free, far, thread, u32(step + u32(AHEAD)), steps, token, m, cols, slab, slabs)
             free = slot
-            scales = header(slot, warp, lane)
-            acc = multiply0(acc, slot, warp, lane, scales)
+            acc = multiply0(acc, slot, head, warp, lane)
             slot = u32(slot + u32(STAGE))
             if slot == end:
                 slot = u32(base)
@@ -377,9 +446,10 @@ def build(gemm: MmaGemm) -> tuple[Any, Any]:
             if GROUPED:
                 arrived()
                 cuda.syncthreads()
-                load(x, source, free, thread, u32(step + u32(AHEAD)), steps, token, m, cols, slab, slabs)
+                far = heads(base, u32(step + u32(AHEAD)))
+                load(x, source, free, far, thread, u32(step + u32(AHEAD)), steps, token, m, cols, slab, slabs)
                 free = slot
-                acc = multiply1(acc, slot, warp, lane, scales)
+                acc = multiply1(acc, slot, head, warp, lane)
                 slot = u32(slot + u32(STAGE))
                 if slot == end:
                     slot = u32(base)
@@ -387,9 +457,10 @@ def build(gemm: MmaGemm) -> tuple[Any, Any]:
 
                 arrived()
                 cuda.syncthreads()
-                load(x, source, free, thread, u32(step + u32(AHEAD)), steps, token, m, cols, slab, slabs)
+                far = heads(base, u32(step + u32(AHEAD)))
+                load(x, source, free, far, thread, u32(step + u32(AHEAD)), steps, token, m, cols, slab, slabs)
                 free = slot
-                acc = multiply2(acc, slot, warp, lane, scales)
+                acc = multiply2(acc, slot, head, warp, lane)
                 slot = u32(slot + u32(STAGE))
                 if slot == end:
                     slot = u32(base)
@@ -397,13 +468,19 @@ def build(gemm: MmaGemm) -> tuple[Any, Any]:
 
                 arrived()
                 cuda.syncthreads()
-                load(x, source, free, thread, u32(step + u32(AHEAD)), steps, token, m, cols, slab, slabs)
+                far = heads(base, u32(step + u32(AHEAD)))
+                load(x, source, free, far, thread, u32(step + u32(AHEAD)), steps, token, m, cols, slab, slabs)
                 free = slot
-                acc = multiply3(acc, slot, warp, lane, scales)
+                acc = multiply3(acc, slot, head, warp, lane)
                 slot = u32(slot + u32(STAGE))
                 if slot == end:
                     slot = u32(base)
                 step = u32(step + u32(1))
+        # The tile's place once more, so that it needs no registers in the loop.
+        tile = block_index()
+        pair = u32(tile // token_tiles)
+        token = u32(u32(tile - pair * token_tiles) * u32(TOKENS))
+        slab = u32(pair << u32(1))
         store(
             acc, warp, lane, slab, token, out, row_scale, token_scale, bias, token_norm, out_scale, c2, c1, c0, m,
             outputs, pitch, slabs, add,

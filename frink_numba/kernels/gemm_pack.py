@@ -368,8 +368,10 @@ def _pack_half(kind: FragmentKind, name: str, raw: np.ndarray, cols: int) -> tup
         exponent = np.where(top > 0, np.frexp(top)[1] - 14, 0).astype(np.int64)
         halves = np.ldexp(values, -exponent[:, None]).astype(np.float16)
     steps = -(-cols // STEP)
-    t = _threads(halves.view(np.uint16), steps)
-    planes = [_plane([_words(t, [(4 * s + i, e, 16 * e) for e in range(2)]) for i in range(4)]) for s in range(4)]
-    data = np.concatenate(planes, axis=-1).reshape(rows // SLAB, -1)
+    if cols != steps * STEP:
+        halves = np.pad(halves, ((0, 0), (0, steps * STEP - cols)))
+    pieces = halves.reshape(rows // SLAB, SLAB, steps, 8, 8).transpose(0, 2, 1, 3, 4)
+    row = np.arange(SLAB)[:, None]
+    data = np.ascontiguousarray(pieces[:, :, row, np.arange(8) ^ (row & 7)]).view(np.uint8).reshape(rows // SLAB, -1)
     squares = np.square(values.astype(np.float64)).sum(axis=-1)
     return data, np.exp2(exponent).astype(np.float32), squares

@@ -6,48 +6,67 @@ The plan depends on the shape and the device alone, so equal calls give equal bi
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-TOKEN_TILES = (16, 32, 64, 128, 256)
+from frink_numba.kernels.gemm_epilogue import chunk_tokens
+from frink_numba.kernels.gemm_kinds import FragmentKind
 
-# Nanoseconds on an H200: a step (two slabs of 64 rows x 64 columns) and what each token adds; its least, that with
-# codes spliced from two planes, with two blocks on a multiprocessor, and with 256 tokens and no cluster; what a byte
-# from the L2 cache costs a multiprocessor; a launch; a tile's end; a partial tile.
-_STEP, _STEP_PER_TOKEN = 60.0, 2.55
-_STEP_LEAST, _STEP_LEAST_SPLICED, _STEP_LEAST_SHARED, _STEP_ALONE = 220.0, 415.0, 350.0, 735.0
-_BYTE = 1 / 95
-_START = 3000.0
-_TILE_END, _TILE_END_PER_TOKEN = 700.0, 8.0
-_PART, _PART_PER_TOKEN = 450.0, 4.5
-_SPLIT_RISK = 1.06  # a gain smaller than this is not worth a split
-_PART_SHARED = 3500.0  # a split over blocks that share multiprocessors, once
-# Blocks of a split are at different columns at a time: activations beyond this leave the L2 cache, and steps take
-# longer.
-_SPLIT_BYTES, _SPLIT_PENALTY = 40 << 20, 1.2
+# Consumer groups of a block, and the tokens of its tile.
+TILES = {
+    1: (16, 32, 64, 96, 128, 160),
+    2: (16, 32, 48, 64, 96, 104, 112, 128, 176, 192, 256),
+    3: (32, 48, 64, 96, 112, 128),
+}
+TOKEN_TILES = tuple(sorted({t for tiles in TILES.values() for t in tiles}))
+
+# Nanoseconds on an H200, from timings of every tile and from clocks read inside the kernel. A step of a slab takes the
+# tensor cores so long for each token (the power limit counts, not their clock); alone a group takes twice the tokens,
+# and what its conversions cost, in clocks. A tile's end takes time for each chunk of tokens that is staged.
+_TOKEN, _FEWER, _FEWER_DIRECT = 1.33, 8.0, 20.0
+_IDLE_GAIN = 0.4  # of a step, as idle multiprocessors leave their power to the others
+_CLOCK = 1 / 1.75
+_STEP, _OPERATION = 182.0, 2.48  # clocks of a group's step beside its products, and what each operation adds
+_CROWDED = 1.3  # with three groups, which leave each other fewer issue slots
+_NORM = 6  # how sharply the larger of the two counts
+_BYTE = 1 / 95  # from the L2 cache to a multiprocessor
+_START, _START_SHARED = 3000.0, 2200.0  # a launch; where two blocks share a multiprocessor, so that launches overlap
+_TILE_END, _CHUNK, _CHUNK_TOKEN = 250.0, 120.0, 4.5
+_PART, _PART_PER_TOKEN = 1400.0, 4.0  # a partial tile, written or added
+_PART_SHARED = 1.6  # where two blocks share a multiprocessor
+_UNEVEN = {1: 1.045, 2: 1.01}  # blocks out of step share less of what the L2 cache holds
+_SPLIT_BYTES, _SPLIT_PENALTY = 24 << 20, 1.15  # much less where the activations alone are as large as half of it
+_MANY_TOKENS, _OTHER_CLUSTER = 1024, 1.01  # two blocks share tokens where there are many, else not
+_LONE_SLAB = 1.04  # a slab that shares its tokens with no other
 _LEAST_GROUPS = 2  # of four steps, a block of a split tile
 
 _BAND_BYTES = 24 << 20  # tokens walked through together stay in the L2 cache
 
 
-def blocks_on_multiprocessor(tokens: int, cluster: int) -> int:
-    """Blocks that a multiprocessor holds at a time: the smallest tile is short of warps, not of registers."""
-    return 2 if tokens <= 16 and cluster == 1 else 1
+def blocks_on_multiprocessor(tokens: int, cluster: int, groups: int) -> int:
+    """Blocks that a multiprocessor holds at a time."""
+    if cluster > 1 or groups > 2:
+        return 1
+    return 2 if groups == 1 or tokens <= 16 else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """tokens: of a tile; cluster: blocks that share a tile's tokens, each with two slabs of its own.
+    """tokens: of a tile; cluster: blocks that share a tile's tokens; groups: slabs of each block.
 
-    The first `split_tiles` tiles are cut along K as well; `swath` token tiles form a band. `blocks` is the grid.
+    The first `split_tiles` tiles are cut along K as well, for the first `workers` clusters; `swath` token tiles form a
+    band. `blocks` is the grid.
     """
 
     tokens: int
     cluster: int
+    groups: int
     token_tiles: int
     slabs: int
     steps: int
     blocks: int
     split_tiles: int
+    workers: int
     swath: int
     nanoseconds: float  # the estimate
 
@@ -57,77 +76,92 @@ def make_plan(
     m: int,
     rows: int,
     cols: int,
-    step_bytes: int,
+    kind: FragmentKind,
     multiprocessors: int,
     tokens: int | None = None,
     cluster: int | None = None,
-    spliced: bool = False,
+    groups: int | None = None,
 ) -> Plan:
-    """The fastest plan for M tokens and `rows` packed weight rows of `cols`; `step_bytes` is a slab's step.
+    """The fastest plan for M tokens and `rows` packed weight rows of `cols`.
 
-    `tokens` and `cluster` force the tile; `spliced` as in FragmentKind.
+    `tokens`, `cluster` and `groups` force the tile.
     """
-    # No tile twice as wide as M, and small ones only for as few tokens: they read the weights for each tile.
-    fitting = [t for t in TOKEN_TILES if (t < 2 * m or t == TOKEN_TILES[0]) and (t >= 64 or m <= 32)]
-    tiles = [tokens] if tokens else fitting
-    plans: list[Plan | None] = []
-    for t in tiles:
+    plans = [
+        plan
+        for g, tiles in TILES.items()
+        for t in tiles
+        if (groups or g) == g
+        and (tokens or t) == t
+        and (tokens or t < 2 * m or t == tiles[0])
+        and (tokens or t > 16 or m <= 32)
         # Two blocks share the widest tiles only: smaller ones wait more for each other than they save.
-        for c in [cluster] if cluster else [2, 1] if t == TOKEN_TILES[-1] else [1]:
-            least = _STEP_LEAST_SPLICED if spliced else _STEP_LEAST
-            if t == TOKEN_TILES[-1] and c == 1:
-                least = _STEP_ALONE
-            transfer = (t * 128 / c + 2 * step_bytes) * _BYTE
-            step = max(least, _STEP + _STEP_PER_TOKEN * t, transfer)
-            plans += [
-                _plan(m, rows, cols, multiprocessors, multiprocessors, t, c, step, split) for split in (False, True)
-            ]
-            if blocks_on_multiprocessor(t, c) == 2:
-                step = max(_STEP_LEAST_SHARED, 2 * transfer)
-                plans += [
-                    _plan(m, rows, cols, multiprocessors, 2 * multiprocessors, t, c, step, split)
-                    for split in (False, True)
-                ]
-    return min(
-        (p for p in plans if p is not None),
-        key=lambda plan: (plan.nanoseconds, plan.cluster, plan.tokens, plan.split_tiles),
-    )
+        for c in ([cluster] if cluster else [2, 1] if t == TOKEN_TILES[-1] else [1])
+        for plan in layouts(m, rows, cols, kind, multiprocessors, t, c, g)
+    ]
+    return min(plans, key=lambda plan: (plan.nanoseconds, plan.cluster, plan.groups, plan.tokens, plan.split_tiles))
 
 
-def _plan(
-    m: int, rows: int, cols: int, multiprocessors: int, places: int, tokens: int, cluster: int, step: float, split: bool
-) -> Plan | None:
+def layouts(
+    m: int, rows: int, cols: int, kind: FragmentKind, multiprocessors: int, tokens: int, cluster: int, groups: int
+) -> Iterator[Plan]:
+    """The plans with one tile: whole tiles; those beyond full waves cut into equal parts; equal ends for all."""
     token_tiles = -(-m // tokens)
     slabs = -(-rows // 64)
     steps = -(-cols // 64)
-    groups = -(-steps // 4)
-    tiles = token_tiles * -(-slabs // (2 * cluster))
-    workers = places // cluster
-    tile_end = _TILE_END + _TILE_END_PER_TOKEN * tokens
-    whole_tile = steps * step + tile_end
+    step_groups = -(-steps // 4)
+    tiles = token_tiles * -(-slabs // (groups * cluster))
+    resident = blocks_on_multiprocessor(tokens, cluster, groups)
+    places = max(1, multiprocessors * resident // cluster)
     swath = max(1, min(token_tiles, _BAND_BYTES // (tokens * cols * 2)))
-    if not split:
-        workers = min(tiles, workers)
-        time = _START + -(-tiles // workers) * whole_tile
-        return Plan(tokens, cluster, token_tiles, slabs, steps, workers * cluster, 0, swath, time)
-    if tiles % workers == 0:
-        return None
-    # All tiles when they are fewer than workers; else those of the last full wave and of the rest.
-    split_tiles = tiles - max(0, tiles // workers - 1) * workers
-    if tiles < workers:
-        workers = max(tiles, min(workers, split_tiles * groups // _LEAST_GROUPS))
-    if workers == tiles:
-        return None
-    own = -(-split_tiles * groups // workers)
-    if m * cols * 2 > _SPLIT_BYTES:
-        step *= _SPLIT_PENALTY
-    part = _PART + _PART_PER_TOKEN * tokens
-    parts = 1 + -(-workers // split_tiles)  # written once, added by the tile's owner
-    time = _SPLIT_RISK * (_START + own * 4 * step) + parts * part + tile_end * -(-split_tiles // workers)
-    time += (tiles - split_tiles) // workers * whole_tile
-    if workers * cluster > multiprocessors:
-        time += _PART_SHARED
-    return Plan(tokens, cluster, token_tiles, slabs, steps, workers * cluster, split_tiles, swath, time)
+    crowd = min(resident, -(-tiles // multiprocessors))
+    busy = min(1.0, tiles * cluster / multiprocessors)
+
+    def step_of(busy: float) -> float:
+        step = _step(kind, tokens, cluster, groups, crowd, busy)
+        if (cluster == 1) == (m >= _MANY_TOKENS and tokens == TOKEN_TILES[-1]):
+            step *= _OTHER_CLUSTER
+        return step * (_LONE_SLAB if groups == 1 else 1.0)
+
+    step = step_of(1.0)
+    chunk = chunk_tokens(tokens)
+    tile_end = _TILE_END + tokens // chunk * (_CHUNK + _CHUNK_TOKEN * chunk)
+    start = _START_SHARED if resident > 1 else _START
+
+    def plan(clusters: int, split_tiles: int, workers: int, time: float) -> Plan:
+        blocks = clusters * cluster
+        return Plan(
+            tokens, cluster, groups, token_tiles, slabs, steps, blocks, split_tiles, workers, swath, start + time
+        )
+
+    whole_tile = steps * step + tile_end
+    big = _SPLIT_PENALTY if m * cols * 2 > _SPLIT_BYTES else 1.0
+    waves, rest = divmod(tiles, places)
+    yield plan(min(tiles, places), 0, 1, -(-tiles // places) * (steps * step_of(busy) + tile_end))
+    part = (1.0 if resident == 1 else _PART_SHARED) * (_PART + _PART_PER_TOKEN * tokens)
+    if not rest:
+        return
+    for parts in range(2, min(places // rest, step_groups // _LEAST_GROUPS) + 1):
+        own = -(-step_groups // parts) * 4 * step
+        time = waves * whole_tile + own + tile_end + part * (1 + parts) / 2
+        yield plan(places if waves else rest * parts, rest, rest * parts, time * big)
+    split_tiles = tiles if waves <= 1 else rest + places
+    workers = min(places, split_tiles * step_groups // _LEAST_GROUPS)
+    if workers > split_tiles or (waves and workers == places):
+        own = -(-split_tiles * step_groups // workers) * 4 * step
+        parts = 1 + -(-workers // split_tiles)
+        time = (tiles - split_tiles) // places * whole_tile + own + parts * part + 2 * tile_end
+        yield plan(workers if not waves else places, split_tiles, workers, time * big * _UNEVEN[cluster])
+
+
+def _step(kind: FragmentKind, tokens: int, cluster: int, groups: int, crowd: int, busy: float) -> float:
+    """A block's step, with `crowd` blocks on its multiprocessor and such a part of all multiprocessors busy."""
+    transfer = crowd * (tokens * 128 / cluster + groups * kind.step_size) * _BYTE
+    fewer = _FEWER if kind.operations else _FEWER_DIRECT
+    products = crowd * groups * (tokens * _TOKEN + fewer) * (1 - _IDLE_GAIN * (1 - busy))
+    if kind.operations == 0:
+        return max(products, transfer)
+    alone = (2 * tokens + _STEP + _OPERATION * kind.operations) * _CLOCK * (_CROWDED if groups > 2 else 1.0)
+    return max(float(products**_NORM + alone**_NORM) ** (1 / _NORM), transfer)
 
 
 def mma_tokens(m: int, rows: int, multiprocessors: int) -> int:

@@ -28,8 +28,8 @@ def release_stage(cluster: int) -> Any:
 
 
 @functools.cache
-def load_weights_step(name: str, tokens_size: int, slot_size: int) -> Any:
-    """load(source, slab_bytes, step, slab, slabs, slot, barrier): arm a stage's barrier and fetch its slabs' step.
+def load_weights_step(name: str, count: int, tokens_size: int, slot_size: int) -> Any:
+    """load(source, slab_bytes, step, slab, slabs, slot, barrier): arm a stage's barrier and fetch `count` slabs' step.
 
     `tokens_size`: bytes of the tokens that the barrier waits for as well; `slot_size`: from one slab's room to the
     next. `source` is where the first slab begins. Slabs beyond the last are left out. The header of a record comes
@@ -69,14 +69,16 @@ def load_weights_step(name: str, tokens_size: int, slot_size: int) -> Any:
             at = e.widen(step >> 2) * record + e.widen(inner)
             size = chosen(first, e.constant("u32", header + step_size), e.constant("u32", step_size))
             slot = slot + chosen(first, e.constant("u32", 0), e.constant("u32", header))
-        one = b.icmp_unsigned("<", slab.value, slabs.value)
-        two = b.icmp_unsigned("<", (slab + 1).value, slabs.value)
         zero = e.constant("u32", 0)
-        total = chosen(one, size, zero) + chosen(two, size, zero) + tokens_size
+        there = [b.icmp_unsigned("<", (slab + i).value, slabs.value) for i in range(count)]
+        total = e.constant("u32", tokens_size)
+        for flag in there:
+            total = total + chosen(flag, size, zero)
         e.asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", None, [barrier, total])
-        with b.if_then(one):
-            copy(e, slot, source + at, size, barrier)
-        with b.if_then(two):
-            copy(e, slot + slot_size, source + slab_bytes + at, size, barrier)
+        source = source + at
+        for i, flag in enumerate(there):
+            with b.if_then(flag):
+                copy(e, slot + slot_size * i, source, size, barrier)
+            source = source + slab_bytes
 
     return load

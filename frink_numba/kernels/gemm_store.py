@@ -3,7 +3,7 @@
 A thread's accumulators 4j .. 4j+3 are (row g, tokens 8j+2t, 8j+2t+1) and (row g+8, the same tokens): transposed
 against the row-major result. They pass through shared memory in chunks of 32 tokens, swizzled so that no bank is hit
 twice, and the copy engine writes boxes of the result from there: coalesced, clipped at the result's edges, and for a
-residual as `add`. Two chunks alternate, so that the copies overlap the arithmetic. The formulas: `gemm_epilogue.py`.
+residual as `add`. A few buffers alternate, so that the copies overlap the arithmetic. The formulas: `gemm_epilogue.py`.
 """
 
 from __future__ import annotations
@@ -38,23 +38,26 @@ def out_scales(e: Emitter, norm: Register, bounds: Sequence[Register]) -> tuple[
 
 
 @functools.cache
-def store_tile(tokens: int, epilogue: Epilogue) -> Any:
+def store_tile(tokens: int, epilogue: Epilogue, buffers: int) -> Any:
     """The op store(acc, thread, barrier, staging, scales, map, column, token, scale_a, scale_b, bias_a, bias_b,
-    token_scales, token_norms, out_scale, c2, c1, c0, add).
+    token_scales, token_norms, out_scale, m, c2, c1, c0, add).
 
-    `thread` counts in the warp group, `barrier` is its named barrier, `staging` its two buffers, `scales` its room for
+    `thread` counts in the warp group, `barrier` is its named barrier, `staging` its `buffers`, `scales` its room for
     the tokens' scales. `column` and `token` are the tile's corner in the result; scale and bias those of rows g and g
     + 8. A thread brings the scale and norm of its tokens: `thread` and `thread` + 128, loaded long before. `out_scale`
     is where the tile's first token has its power of two, 0 where another tile writes it.
+
+    One barrier a chunk: before it, the chunk is written, and the leader has seen the copy read what the next chunk's
+    buffer held.
     """
     count = tokens // 2
     size = epilogue.buffer_size(tokens)
     per_chunk = epilogue.chunk_tokens(tokens)
-    own = max(1, tokens // 128)
+    own = -(-tokens // 128)
 
     @emitted(
         None, f"f32x{count}", "u32", "u32", "u32", "u32", "u64", "u32", "u32", "f32", "f32", "f32", "f32", "f32x2",
-        "f32x2", "u64", "f32", "f32", "f32", "u32",
+        "f32x2", "u64", "u32", "f32", "f32", "f32", "u32",
     )  # fmt: skip
     def store(
         e: Emitter,
@@ -73,6 +76,7 @@ def store_tile(tokens: int, epilogue: Epilogue) -> Any:
         token_scales: list[Register],
         token_norms: list[Register],
         out_scale: Register,
+        m: Register,
         c2: Register,
         c1: Register,
         c0: Register,
@@ -81,21 +85,21 @@ def store_tile(tokens: int, epilogue: Epilogue) -> Any:
         lane, warp = thread & 31, thread >> 5
         g, t = lane >> 2, lane & 3
         leader = _flag(e, "==", thread, 0)
-        with e.when(_flag(e, "<", thread, min(tokens, 128))):
-            for i in range(own):
+        with e.when(leader):
+            e.asm("cp.async.bulk.wait_group.read 0;", None, [])
+        for i in range(own):
+            with e.when(_flag(e, "<", thread, min(tokens - 128 * i, 128))):
                 place = thread + 128 * i
                 if epilogue.half:
                     inverse, power = out_scales(e, token_norms[i], (c2, c1, c0))
                     e.asm("st.shared.v2.f32 [$0], {$1,$2};", None, [scales + (place << 3), token_scales[i], inverse])
-                    with e.when(out_scale):
+                    with e.when(out_scale), e.when(_flag(e, "<", token + place, m)):
                         e.asm("st.global.f32 [$0], $1;", None, [out_scale + e.widen(place << 2), power])
                 else:
                     e.asm("st.shared.f32 [$0], $1;", None, [scales + (place << 2), token_scales[i]])
+        e.asm("bar.sync $0, 128;", None, [barrier])
         for chunk in range(tokens // per_chunk):
-            buffer = staging + size * (chunk % 2)
-            with e.when(leader):
-                e.asm("cp.async.bulk.wait_group.read 1;", None, [])
-            e.asm("bar.sync $0, 128;", None, [barrier])
+            buffer = staging + size * (chunk % buffers)
             results = []  # per block of 8 tokens: rows of [token 2t, token 2t + 1]
             for j in range(chunk * per_chunk // 8, (chunk + 1) * per_chunk // 8):
                 scale, inverses = _pair_scales(e, epilogue, scales, 8 * j, t)
@@ -113,6 +117,8 @@ def store_tile(tokens: int, epilogue: Epilogue) -> Any:
             else:
                 _stage_float(e, epilogue, results, buffer, warp, g, t)
             e.asm("fence.proxy.async.shared::cta;", None, [])
+            with e.when(leader):
+                e.asm(f"cp.async.bulk.wait_group.read {buffers - 2};", None, [])
             e.asm("bar.sync $0, 128;", None, [barrier])
             with e.when(leader):
                 _copy_out(e, epilogue, per_chunk, buffer, tensor_map, column, token + chunk * per_chunk, add)
@@ -128,8 +134,9 @@ def _pair_scales(e: Emitter, epilogue: Epilogue, scales: Register, token: int, t
     return e.asm("ld.shared.v2.f32 {$0,$1}, [$2];", "f32x2", [scales + 4 * token + (t << 3)]), None
 
 
-def _flag(e: Emitter, comparison: str, a: Register, value: int) -> Register:
-    bit = e.builder.icmp_unsigned(comparison, a.value, e.constant("u32", value).value)
+def _flag(e: Emitter, comparison: str, a: Register, b: Register | int) -> Register:
+    other = b if isinstance(b, Register) else e.constant("u32", b)
+    bit = e.builder.icmp_unsigned(comparison, a.value, other.value)
     return Register(e, "u32", e.builder.zext(bit, a.value.type))
 
 
@@ -202,12 +209,14 @@ def _copy_out(
 
 
 @functools.cache
-def partial_ops(tokens: int) -> tuple[Any, Any]:
-    """(write(acc, address, thread), add(acc, address, thread) -> acc):
+def partial_ops(tokens: int, pitch: int) -> tuple[Any, Any, int]:
+    """(write(acc, address, thread), add(acc, address, thread, first, parts) -> acc, parts added at a time):
 
-    a tile's sums in the workspace, 16 bytes a thread.
+    a tile's sums in the workspace, 16 bytes a thread. `add` takes parts `first`.. before `parts`; part i lies `pitch`
+    bytes on. Several small parts are on their way from memory together.
     """
     count = tokens // 2
+    together = max(1, 64 // count)
 
     @emitted(None, f"f32x{count}", "u64", "u32")
     def write(e: Emitter, acc: list[Register], address: Register, thread: Register) -> None:
@@ -215,14 +224,25 @@ def partial_ops(tokens: int) -> tuple[Any, Any]:
         for i in range(count // 4):
             e.asm("st.global.v4.f32 [$0], {$1,$2,$3,$4};", None, [address + 2048 * i, *acc[4 * i : 4 * i + 4]])
 
-    @emitted(f"f32x{count}", f"f32x{count}", "u64", "u32")
-    def add(e: Emitter, acc: list[Register], address: Register, thread: Register) -> list[Register]:
-        address = address + e.widen(thread << 4)
-        out = []
-        for i in range(count // 4):
-            # Past the first-level cache, which other multiprocessors' stores do not reach.
-            part = e.asm("ld.global.cg.v4.f32 {$0,$1,$2,$3}, [$4];", "f32x4", [address + 2048 * i])
-            out += [acc[4 * i + k] + part[k] for k in range(4)]
+    @emitted(f"f32x{count}", f"f32x{count}", "u64", "u32", "u32", "u32")
+    def add(
+        e: Emitter, acc: list[Register], address: Register, thread: Register, first: Register, parts: Register
+    ) -> list[Register]:
+        address = address + e.widen(thread << 4) + e.widen(first) * pitch
+        loaded = []
+        for p in range(together):
+            there = _flag(e, "<", first + p, parts)
+            for i in range(count // 4):
+                # Past the first-level cache, which other multiprocessors' stores do not reach.
+                loaded += e.asm(
+                    "{\n.reg .pred p;\nsetp.ne.u32 p, $5, 0;\nmov.f32 $0, 0f00000000;\nmov.f32 $1, 0f00000000;\n"
+                    "mov.f32 $2, 0f00000000;\nmov.f32 $3, 0f00000000;\n@p ld.global.cg.v4.f32 {$0,$1,$2,$3}, [$4];\n}",
+                    "f32x4",
+                    [address + (pitch * p + 2048 * i), there],
+                )
+        out = list(acc)
+        for p in range(together):
+            out = [sum_ + loaded[p * count + i] for i, sum_ in enumerate(out)]
         return out
 
-    return write, add
+    return write, add, together

@@ -2,15 +2,16 @@
 
     y[M, N] = x[M, K] W[N, K]^T
 
-Three warp groups share a block. Group 0 is the producer: one thread of it keeps a ring of stages full with bulk copies.
-Groups 1 and 2 are consumers, each with its slab of 64 weight rows against the same tokens: they turn the codes of a
+Up to four warp groups share a block. Group 0 is the producer: one thread of it keeps a ring of stages full with bulk
+copies. The others are consumers, each with its slab of 64 weight rows against the same tokens: they turn the codes of a
 step (64 columns) into f16 operands in registers while the tensor cores still work on the step before, and release a
-stage once per warp. A stage holds the tokens' tile [T, 64] f16, 128-byte swizzled, and both slabs' bytes of the step.
+stage once per warp. A stage holds the tokens' tile [T, 64] f16, 128-byte swizzled, and the slabs' bytes of the step.
+Weights that are f16 already go to the tensor cores from shared memory, as the tokens do.
 
-Blocks are persistent (one per multiprocessor). The first `split_tiles` tiles are cut, along K too, into equal
-ranges of groups of four steps, one range a block; the remaining tiles go to the blocks whole. A block whose range
-begins inside a tile writes its sums to the workspace; the block that has the tile's first group adds them up, in the
-blocks' order, so that results repeat bit by bit. Flags in the workspace are back at zero at the end.
+Blocks are persistent. The first `split_tiles` tiles are cut, along K too, into equal ranges of groups of four steps,
+one range for each of the first `workers` clusters; the remaining tiles go to all clusters whole. A cluster whose range
+begins inside a tile writes its sums to the workspace; the one that has the tile's first group adds them up, in order,
+so that results repeat bit by bit. Flags in the workspace are back at zero at the end.
 
 Registers: the accumulators take T/2, two sets of 16 fragments alternate. See `gemm_emit.keep` for the hazard that
 decides the shape of the main loop, and docs/kernels/gemm.md for the picture.
@@ -19,92 +20,9 @@ decides the shape of the main loop, and docs/kernels/gemm.md for the picture.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
-from frink_numba.kernels.gemm_epilogue import PLAIN, Epilogue
-from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, FragmentKind
-from frink_numba.kernels.gemm_plan import blocks_on_multiprocessor
-
-THREADS = 384
-SHARED_LIMIT = 232448  # bytes a block may use on sm_90
-FLAG_BYTES = 8192  # the workspace's flags: two for each block
-_MOST_STAGES = 16
-
-ARGUMENTS = (
-    # name, type
-    ("x_map", "u64"),  # tensor map of the tokens, in device memory
-    ("out_map", "u64"),
-    ("weights", "u64"),
-    ("row_scale", "u64"),
-    ("token_scale", "u64"),  # float32, as many as the token tiles cover
-    ("bias", "u64"),  # float32 [slabs * 64], or 0
-    ("token_norm", "u64"),  # f16 results only, else 0
-    ("out_scale", "u64"),  # f16 results only, else 0
-    ("workspace", "u64"),  # FLAG_BYTES of zeros, then the sums of each block
-    ("c2", "f32"),
-    ("c1", "f32"),
-    ("c0", "f32"),
-    ("token_tiles", "u32"),
-    ("slabs", "u32"),
-    ("steps", "u32"),
-    ("swath", "u32"),  # token tiles that are walked through together, for the L2 cache
-    ("split_tiles", "u32"),
-    ("add", "u32"),  # add to the result instead of writing it (float32, not gated)
-)
-
-
-@dataclass(frozen=True, slots=True)
-class WgmmaGemm:
-    """One compiled variant:
-
-    the kind of the weights, T tokens a tile, the epilogue, and the blocks of a cluster (1 or 2).
-    """
-
-    kind: str
-    tokens: int
-    epilogue: Epilogue = PLAIN
-    cluster: int = 1
-
-    @property
-    def resident(self) -> int:
-        return blocks_on_multiprocessor(self.tokens, self.cluster)
-
-    @property
-    def row(self) -> FragmentKind:
-        return FRAGMENT_KINDS[self.kind]
-
-    @property
-    def slot(self) -> int:
-        """Bytes of one slab's step in a stage: room for the header, then the step."""
-        return -(-(self.row.header_size + self.row.step_size) // 128) * 128
-
-    @property
-    def stage(self) -> int:
-        return self.tokens * 128 + 2 * self.slot
-
-    @property
-    def around(self) -> int:
-        """Bytes of shared memory beside the stages and their barriers: staging and scales of two warp groups."""
-        return 4 * self.epilogue.buffer_size(self.tokens) + 2 * self.epilogue.scale_size(self.tokens)
-
-    @property
-    def stages(self) -> int:
-        limit = SHARED_LIMIT if self.resident == 1 else SHARED_LIMIT // 2 - 1024
-        return min(_MOST_STAGES, (limit - self.around) // (self.stage + 16))
-
-    @property
-    def shared(self) -> int:
-        """Bytes of dynamic shared memory: tokens, staging, weights, scales, barriers."""
-        return self.stages * (self.stage + 16) + self.around
-
-    @property
-    def partial(self) -> int:
-        """Bytes of a cluster's sums in the workspace."""
-        return self.cluster * 2 * 64 * self.tokens * 4
-
-    def workspace(self, clusters: int) -> int:
-        return FLAG_BYTES + clusters * self.partial
+from frink_numba.kernels.gemm_variant import ARGUMENTS, FLAG_BYTES, WgmmaGemm
 
 
 @functools.cache
@@ -116,8 +34,10 @@ def build(gemm: WgmmaGemm) -> Any:
         fragment_ops,
         keep,
         locate,
+        multiply_shared,
         multiply_step,
         next_segment,
+        next_stage,
         parts_after,
         range_start,
         wait_multiplied,
@@ -136,6 +56,7 @@ def build(gemm: WgmmaGemm) -> Any:
         load_float,
         mbarrier_init,
         mbarrier_wait,
+        mbarrier_wait_if,
         named_barrier,
         peer_address,
         prefetch_map,
@@ -148,39 +69,39 @@ def build(gemm: WgmmaGemm) -> Any:
     from frink_numba.kernels.ptx import numba_type, shared_address
 
     kind = gemm.row
-    TOKENS, STAGES, SLOT = gemm.tokens, gemm.stages, gemm.slot
-    X_STAGE, W_STAGE = TOKENS * 128, 2 * SLOT
+    TOKENS, STAGES, SLOT, GROUPS = gemm.tokens, gemm.stages, gemm.slot, gemm.groups
+    X_STAGE, W_STAGE = TOKENS * 128, GROUPS * SLOT
     RECORD, PER_RECORD = kind.record_size, kind.group_steps
-    BUFFER = gemm.epilogue.buffer_size(TOKENS)
+    BUFFERS = gemm.buffers * gemm.epilogue.buffer_size(TOKENS)
     COLUMNS = gemm.epilogue.columns
-    CLUSTER, SIDES = gemm.cluster, 2 * gemm.cluster
+    CLUSTER, SIDES = gemm.cluster, gemm.sides
     PARTIAL = gemm.partial // SIDES
     X_PART = X_STAGE // CLUSTER
-    HALF = gemm.epilogue.half
+    HALF, DIRECT = gemm.epilogue.half, gemm.direct
     TAIL = PER_RECORD == 1
     STAGING_AT = STAGES * X_STAGE
-    WEIGHTS_AT = STAGING_AT + 4 * BUFFER
+    WEIGHTS_AT = STAGING_AT + GROUPS * BUFFERS
     SCALES_AT = WEIGHTS_AT + STAGES * W_STAGE
     SCALES = gemm.epilogue.scale_size(TOKENS)
-    BARRIERS_AT = SCALES_AT + 2 * SCALES
-    OWN = max(1, TOKENS // 128)
-    # K-major operand, 128-byte swizzle, rows of 128 bytes, groups of eight rows 1024 bytes apart.
-    DESCRIPTOR = (1 << 62) | (64 << 32) | (1 << 16)
+    BARRIERS_AT = SCALES_AT + GROUPS * SCALES
+    OWN = -(-TOKENS // 128)
 
-    header, (fragments0, fragments1, fragments2, fragments3) = fragment_ops(gemm.kind)
-    multiply, wait_all, no_sums = multiply_step(TOKENS), wait_multiplied(TOKENS), zeros(TOKENS // 2)
-    no_fragments = zeros(16, "u32")
-    write_partial, add_partial = partial_ops(TOKENS)
-    store = store_tile(TOKENS, gemm.epilogue)
-    few, many = (32, 104) if gemm.resident == 2 else (40, 232) if TOKENS > 128 else (56, 224)
-    fewer_registers, more_registers = set_registers(few, more=False), set_registers(many, more=True)
+    header, load_codes, (convert0, convert1, convert2, convert3) = fragment_ops(gemm.kind)
+    multiply, multiply_direct = multiply_step(TOKENS), multiply_shared(TOKENS)
+    wait_all, no_sums, no_fragments = wait_multiplied(TOKENS), zeros(TOKENS // 2), zeros(16, "u32")
+    advance = next_stage(STAGES)
+    write_partial, add_partials, TOGETHER = partial_ops(TOKENS, SIDES * PARTIAL)
+    store = store_tile(TOKENS, gemm.epilogue, gemm.buffers)
+    fewer_registers, more_registers = (
+        set_registers(count, more=more) for count, more in zip(gemm.registers, (False, True), strict=True)
+    )
     release = release_stage(CLUSTER)
-    load_weights = load_weights_step(gemm.kind, TOKENS * 128, SLOT)
+    load_weights = load_weights_step(gemm.kind, GROUPS, TOKENS * 128, SLOT)
     u32, u64, f32 = types.uint32, types.uint64, types.float32
 
     def gemm_wgmma(
-        x_map, out_map, weights, row_scale, token_scale, bias, token_norm, out_scale, workspace, c2, c1, c0,
-        token_tiles, slabs, steps, swath, split_tiles, add,
+        x_map, out_map, weights, row_scale, token_scale, bias, token_norm, out_scale, workspace, c2, c1, c0, m,
+        token_tiles, slabs, steps, swath, split_tiles, workers, add,
     ):  # fmt: skip
         shared = cuda.shared.array(0, types.uint8, alignment=1024)
         base = shared_address(shared)
@@ -193,7 +114,7 @@ def build(gemm: WgmmaGemm) -> Any:
             rank = cluster_rank()
         block = u32(u32(cuda.blockIdx.x) >> u32(CLUSTER - 1))
         blocks = u32(u32(cuda.gridDim.x) >> u32(CLUSTER - 1))
-        sets = u32(u32(slabs + u32(SIDES - 1)) >> u32(CLUSTER))
+        sets = u32(u32(slabs + u32(SIDES - 1)) // u32(SIDES))
         tiles = u32(token_tiles * sets)
         groups = u32((steps + u32(3)) >> u32(2))
         slab_bytes = u64(steps >> u32(PER_RECORD >> 1)) * u64(RECORD)
@@ -202,7 +123,7 @@ def build(gemm: WgmmaGemm) -> Any:
             prefetch_map(out_map)
             for s in range(STAGES):
                 mbarrier_init(full + u32(8 * s), u32(1))
-                mbarrier_init(empty + u32(8 * s), u32(8 * CLUSTER))
+                mbarrier_init(empty + u32(8 * s), u32(4 * SIDES))
             fence_barrier_init()
         if CLUSTER > 1:
             cluster_sync()
@@ -215,8 +136,8 @@ def build(gemm: WgmmaGemm) -> Any:
         if group == 0:
             fewer_registers()
             if thread == 0:
-                first = range_start(block, split, blocks)
-                last = range_start(block + u32(1), split, blocks)
+                first = range_start(block, split, workers)
+                last = range_start(block + u32(1), split, workers)
                 whole = u32(split_tiles + block)
                 stage = u32(0)
                 phase = u32(0)
@@ -227,7 +148,7 @@ def build(gemm: WgmmaGemm) -> Any:
                 ahead = u32(0)
                 if first < last or whole < tiles:
                     ahead = u32(min(u32(min(u32(g1 << u32(2)), steps) - begin), u32(STAGES)))
-                slab = u32(slab_set * u32(SIDES) + rank + rank)
+                slab = u32(slab_set * u32(SIDES) + rank * u32(GROUPS))
                 for i in range(ahead):
                     w_slot = base + u32(WEIGHTS_AT) + u32(i) * u32(W_STAGE)
                     load_weights(
@@ -239,7 +160,7 @@ def build(gemm: WgmmaGemm) -> Any:
                     tile, g0, g1, first, whole = next_segment(first, last, whole, groups, blocks)
                     token_tile, slab_set = locate(tile, swath, sets, token_tiles)
                     token = token_tile * u32(TOKENS) + rank * u32(TOKENS // CLUSTER)
-                    slab = u32(slab_set * u32(SIDES) + rank + rank)
+                    slab = u32(slab_set * u32(SIDES) + rank * u32(GROUPS))
                     source = weights + u64(slab) * slab_bytes
                     for k in range(u32(g0 << u32(2)), min(u32(g1 << u32(2)), steps)):
                         barrier = full + stage * u32(8)
@@ -256,15 +177,12 @@ def build(gemm: WgmmaGemm) -> Any:
                             )
                         else:
                             tma_load_2d(x_slot, x_map, barrier, u32(k) << u32(6), token)
-                        stage = u32(stage + u32(1))
-                        if stage == STAGES:
-                            stage = u32(0)
-                            phase = u32(phase ^ u32(1))
+                        stage, phase = advance(stage, phase)
         else:
             more_registers()
             wait_for_predecessors()
-            first = range_start(block, split, blocks)
-            last = range_start(block + u32(1), split, blocks)
+            first = range_start(block, split, workers)
+            last = range_start(block + u32(1), split, workers)
             whole = u32(split_tiles + block)
             stage = u32(0)
             phase = u32(0)
@@ -273,8 +191,8 @@ def build(gemm: WgmmaGemm) -> Any:
             lane = thread & u32(31)
             row = ((local >> u32(5)) << u32(4)) + (lane >> u32(2))
             slot = base + u32(WEIGHTS_AT) + side * u32(SLOT)
-            part = u32(rank + rank + side)
-            staging = base + u32(STAGING_AT) + side * u32(2 * BUFFER)
+            part = u32(rank * u32(GROUPS) + side)
+            staging = base + u32(STAGING_AT) + side * u32(BUFFERS)
             scales = base + u32(SCALES_AT) + side * u32(SCALES)
             never = u32(steps == 0)
             # A warp's first lanes release a stage in each block of the cluster.
@@ -296,88 +214,100 @@ def build(gemm: WgmmaGemm) -> Any:
                 if bias != 0:
                     bias_a = load_float(bias + n)
                     bias_b = load_float(bias + n + u64(32))
-                mine = u64(u32(token + min(local, u32(TOKENS - 1)))) * u64(4)
-                scale_0 = load_float(token_scale + mine)
+                last_token = u32(m - u32(1))
+                mine_0 = u64(min(u32(token + local), last_token)) * u64(4)
+                mine_1 = u64(min(u32(token + local + u32(128)), last_token)) * u64(4)
+                scale_0 = load_float(token_scale + mine_0)
                 scale_1 = scale_0
                 if OWN > 1:
-                    scale_1 = load_float(token_scale + mine + u64(512))
+                    scale_1 = load_float(token_scale + mine_1)
                 acc = no_sums()
-                odd = no_fragments()
-                # The step in flight when a group begins: none yet, so that no lane is to release a stage.
+                # The step in flight when a segment begins: none yet, so that no lane is to release a stage.
                 done = u32(freed)
                 idle = u32(32)
-                for _ in range(count >> u32(2)):
-                    # Four steps in a straight line: fragments of a step take one register set while the step before
-                    # is in flight with the other, across the groups too.
+                if DIRECT:
+                    for _ in range(count):
+                        mbarrier_wait(full + stage * u32(8), phase)
+                        acc = multiply_direct(acc, slot + stage * u32(W_STAGE), base + stage * u32(X_STAGE))
+                        wait_one_pending()
+                        release(done, lane + idle)
+                        idle = u32(0)
+                        done = u32(freed + stage * u32(8))
+                        stage, phase = advance(stage, phase)
+                    acc = wait_all(acc)
+                    release(done, lane + idle)
+                else:
+                    odd = no_fragments()
+                    left = u32(count)
                     mbarrier_wait(full + stage * u32(8), phase)
                     at = u32(slot + stage * u32(W_STAGE))
                     shared_scales = header(at, row)
-                    even = fragments0(at, local, row, shared_scales)
-                    acc = multiply(acc, even, u64(DESCRIPTOR) | u64((base + stage * u32(X_STAGE)) >> u32(4)))
-                    wait_one_pending()
+                    codes = load_codes(at, local, row)
+                    for _ in range(count >> u32(2)):
+                        # Four steps in a straight line: fragments of a step take one register set while the step
+                        # before is in flight with the other, across the groups too. The codes of the step after are
+                        # loaded meanwhile.
+                        even = convert0(codes, shared_scales)
+                        acc = multiply(acc, even, base + stage * u32(X_STAGE))
+                        now = u32(freed + stage * u32(8))
+                        stage, phase = advance(stage, phase)
+                        mbarrier_wait(full + stage * u32(8), phase)
+                        codes = load_codes(u32(slot + stage * u32(W_STAGE)), local, row)
+                        wait_one_pending()
+                        keep(odd, never, base)
+                        release(done, lane + idle)
+                        idle = u32(0)
+                        done = now
+
+                        odd = convert1(codes, shared_scales)
+                        acc = multiply(acc, odd, base + stage * u32(X_STAGE))
+                        now = u32(freed + stage * u32(8))
+                        stage, phase = advance(stage, phase)
+                        mbarrier_wait(full + stage * u32(8), phase)
+                        codes = load_codes(u32(slot + stage * u32(W_STAGE)), local, row)
+                        wait_one_pending()
+                        keep(even, never, base)
+                        release(done, lane)
+                        done = now
+
+                        even = convert2(codes, shared_scales)
+                        acc = multiply(acc, even, base + stage * u32(X_STAGE))
+                        now = u32(freed + stage * u32(8))
+                        stage, phase = advance(stage, phase)
+                        mbarrier_wait(full + stage * u32(8), phase)
+                        codes = load_codes(u32(slot + stage * u32(W_STAGE)), local, row)
+                        wait_one_pending()
+                        keep(odd, never, base)
+                        release(done, lane)
+                        done = now
+
+                        odd = convert3(codes, shared_scales)
+                        acc = multiply(acc, odd, base + stage * u32(X_STAGE))
+                        now = u32(freed + stage * u32(8))
+                        stage, phase = advance(stage, phase)
+                        left = u32(left - u32(4))
+                        mbarrier_wait_if(full + stage * u32(8), phase, left)
+                        at = u32(slot + stage * u32(W_STAGE))
+                        shared_scales = header(at, row)
+                        codes = load_codes(at, local, row)
+                        wait_one_pending()
+                        keep(even, never, base)
+                        release(done, lane)
+                        done = now
+                    acc = wait_all(acc)
                     keep(odd, never, base)
                     release(done, lane + idle)
-                    idle = u32(0)
-                    done = u32(freed + stage * u32(8))
-                    stage = u32(stage + u32(1))
-                    if stage == STAGES:
-                        stage = u32(0)
-                        phase = u32(phase ^ u32(1))
-
-                    mbarrier_wait(full + stage * u32(8), phase)
-                    at = u32(slot + stage * u32(W_STAGE))
-                    odd = fragments1(at, local, row, shared_scales)
-                    acc = multiply(acc, odd, u64(DESCRIPTOR) | u64((base + stage * u32(X_STAGE)) >> u32(4)))
-                    wait_one_pending()
-                    keep(even, never, base)
-                    release(done, lane)
-                    done = u32(freed + stage * u32(8))
-                    stage = u32(stage + u32(1))
-                    if stage == STAGES:
-                        stage = u32(0)
-                        phase = u32(phase ^ u32(1))
-
-                    mbarrier_wait(full + stage * u32(8), phase)
-                    at = u32(slot + stage * u32(W_STAGE))
-                    even = fragments2(at, local, row, shared_scales)
-                    acc = multiply(acc, even, u64(DESCRIPTOR) | u64((base + stage * u32(X_STAGE)) >> u32(4)))
-                    wait_one_pending()
-                    keep(odd, never, base)
-                    release(done, lane)
-                    done = u32(freed + stage * u32(8))
-                    stage = u32(stage + u32(1))
-                    if stage == STAGES:
-                        stage = u32(0)
-                        phase = u32(phase ^ u32(1))
-
-                    mbarrier_wait(full + stage * u32(8), phase)
-                    at = u32(slot + stage * u32(W_STAGE))
-                    odd = fragments3(at, local, row, shared_scales)
-                    acc = multiply(acc, odd, u64(DESCRIPTOR) | u64((base + stage * u32(X_STAGE)) >> u32(4)))
-                    wait_one_pending()
-                    keep(even, never, base)
-                    release(done, lane)
-                    done = u32(freed + stage * u32(8))
-                    stage = u32(stage + u32(1))
-                    if stage == STAGES:
-                        stage = u32(0)
-                        phase = u32(phase ^ u32(1))
-                acc = wait_all(acc)
-                keep(odd, never, base)
-                release(done, lane + idle)
-                if TAIL:
-                    for _ in range(count & u32(3)):
-                        mbarrier_wait(full + stage * u32(8), phase)
-                        at = u32(slot + stage * u32(W_STAGE))
-                        even = fragments0(at, local, row, header(at, row))
-                        acc = multiply(acc, even, u64(DESCRIPTOR) | u64((base + stage * u32(X_STAGE)) >> u32(4)))
-                        acc = wait_all(acc)
-                        keep(even, never, base)
-                        release(u32(freed + stage * u32(8)), lane)
-                        stage = u32(stage + u32(1))
-                        if stage == STAGES:
-                            stage = u32(0)
-                            phase = u32(phase ^ u32(1))
+                    if TAIL:
+                        for _ in range(count & u32(3)):
+                            even = convert0(codes, shared_scales)
+                            acc = multiply(acc, even, base + stage * u32(X_STAGE))
+                            acc = wait_all(acc)
+                            keep(even, never, base)
+                            release(u32(freed + stage * u32(8)), lane)
+                            stage, phase = advance(stage, phase)
+                            left = u32(left - u32(1))
+                            mbarrier_wait_if(full + stage * u32(8), phase, left)
+                            codes = load_codes(u32(slot + stage * u32(W_STAGE)), local, row)
 
                 sums = workspace + u64(FLAG_BYTES) + u64(part) * u64(PARTIAL)
                 if g0 != 0:
@@ -389,15 +319,15 @@ def build(gemm: WgmmaGemm) -> Any:
                 else:
                     if g1 != groups:
                         # The tile's other parts: wait for all, then add them in the blocks' order.
-                        parts = parts_after(u32((tile + u32(1)) * groups), block, split, blocks)
+                        parts = parts_after(u32((tile + u32(1)) * groups), block, split, workers)
                         flags = workspace + u64(((block + u32(1)) * u32(SIDES) + part) * u32(4))
                         for i in range(local, parts, u32(128)):
                             while load_acquire(flags + u64(u32(i) * u32(4 * SIDES))) == 0:
                                 pass
                         named_barrier(side + u32(1), u32(128))
-                        for i in range(parts):
-                            other = u64(u32(block + u32(1)) + u32(i))
-                            acc = add_partial(acc, sums + other * u64(SIDES * PARTIAL), local)
+                        other = sums + u64(u32(block + u32(1))) * u64(SIDES * PARTIAL)
+                        for i in range(u32(0), parts, u32(TOGETHER)):
+                            acc = add_partials(acc, other, local, u32(i), parts)
                         named_barrier(side + u32(1), u32(128))
                         for i in range(local, parts, u32(128)):
                             store_release(flags + u64(u32(i) * u32(4 * SIDES)), u32(0))
@@ -406,15 +336,15 @@ def build(gemm: WgmmaGemm) -> Any:
                         norm_0 = f32(0.0)
                         norm_1 = f32(0.0)
                         if HALF:
-                            norm_0 = load_float(token_norm + mine)
+                            norm_0 = load_float(token_norm + mine_0)
                             if OWN > 1:
-                                norm_1 = load_float(token_norm + mine + u64(512))
+                                norm_1 = load_float(token_norm + mine_1)
                             if slab == 0:
                                 write_scale = out_scale + u64(token) * u64(4)
                         store(
                             acc, local, side + u32(1), staging, scales, out_map, slab * u32(COLUMNS), token, scale_a,
-                            scale_b, bias_a, bias_b, (scale_0, scale_1), (norm_0, norm_1), write_scale, c2, c1, c0,
-                            add,
+                            scale_b, bias_a, bias_b, (scale_0, scale_1), (norm_0, norm_1), write_scale, m, c2, c1,
+                            c0, add,
                         )  # fmt: skip
             if local == 0:
                 bulk_wait_read()

@@ -20,6 +20,16 @@ mbarrier_wait = instruction(
     "u32",
     "u32",
 )
+# The same where `$2` is not 0.
+mbarrier_wait_if = instruction(
+    "{\n.reg .pred done;\nsetp.eq.u32 done, $2, 0;\n@done bra DONE_${:uid};\n"
+    "WAIT_${:uid}:\nmbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;\n"
+    "@done bra DONE_${:uid};\nbra WAIT_${:uid};\nDONE_${:uid}:\n}",
+    None,
+    "u32",
+    "u32",
+    "u32",
+)
 # The same barrier of another block of the cluster: `$1` is the block's rank.
 peer_address = instruction("mapa.shared::cluster.u32 $0, $1, $2;", "u32", "u32", "u32", pure=True)
 cluster_rank = instruction("mov.u32 $0, %cluster_ctarank;", "u32")
@@ -59,6 +69,10 @@ tma_multicast_2d = instruction(
 bulk_wait_read = instruction("cp.async.bulk.wait_group.read 0;", None)
 # A tensor map comes into its cache ahead of the first copy that needs it.
 prefetch_map = instruction("prefetch.tensormap [$0];", None, "u64")
+
+
+# The block's index, read anew at each use.
+block_index = instruction("mov.u32 $0, %ctaid.x;", "u32")
 
 
 def copies_pending(count: int) -> Any:

@@ -57,6 +57,13 @@ def _row_values(name: str, step: int) -> Any:
             target = f"{{{names}}}" if count > 1 else names
             return self.e.asm(f"ld.global.nc{width} {target}, [${count}];", result, [address])
 
+        def load_matrix(self, tile: Register, thread: Register, block: int) -> Any:
+            # Word by word: the lanes here are at different rows, not at those of one tile as `ldmatrix` wants them.
+            lane = thread & 31
+            row, column = ((thread >> 5) << 4) + (lane >> 2), (lane & 3) << 2
+            pieces = [(row + 8 * (i & 1), (row & 7) ^ (2 * block + (i >> 1))) for i in range(4)]
+            return [self.load32(tile + (r << 7) + (piece << 4) + column) for r, piece in pieces]
+
         def pair(self, x: Any) -> Pair:
             if isinstance(x, Pair):
                 return x

@@ -30,6 +30,15 @@ class ArrayMachine:
     def load128(self, address: np.ndarray) -> list[np.ndarray]:
         return list(self._load(address, 16).view(np.uint32).T.copy())
 
+    def load_matrix(self, tile: np.ndarray, thread: np.ndarray, block: int) -> list[np.ndarray]:
+        """As PtxMachine: the addresses that the lanes of `ldmatrix.x4` give, and what the instruction makes of them."""
+        lane, warp = np.arange(128) & 31, np.arange(128) & ~31
+        inner = lane & 7
+        row = tile + (np.arange(128) >> 5) * 2048 + ((lane >> 3) & 1) * 1024 + inner * 128
+        address = row + (((lane >> 4) | 2 * block) ^ inner) * 16
+        # Lanes 8i .. 8i+7 give the rows of matrix i; lane 4g + t gets word t of row g.
+        return [self.load32(address[warp + 8 * i + (lane >> 2)] + 4 * (lane & 3)) for i in range(4)]
+
     def permute(self, a: np.ndarray, b: np.ndarray, selector: int) -> np.ndarray:
         return self.permute_by(a, b, self.u32(selector))
 
@@ -60,3 +69,60 @@ class ArrayMachine:
 
     def sub2(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return self._register(self._halves(a) - self._halves(b))
+
+
+class CountingMachine:
+    """Counts the arithmetic that a kind's fragment code does on what it has loaded."""
+
+    def __init__(self) -> None:
+        self.operations = 0
+
+    def u32(self, value: int) -> Address:
+        return Address(self)
+
+    def _loaded(self, count: int) -> list[Word]:
+        return [Word(self) for _ in range(count)]
+
+    def load16(self, address: Address) -> Word:
+        return Word(self)
+
+    load32 = load16
+
+    def load64(self, address: Address) -> list[Word]:
+        return self._loaded(2)
+
+    def load128(self, address: Address) -> list[Word]:
+        return self._loaded(4)
+
+    def load_matrix(self, tile: Address, thread: Address, block: int) -> list[Word]:
+        return self._loaded(4)
+
+    def _operation(self, *operands: object) -> Word:
+        self.operations += 1
+        return Word(self)
+
+    permute = permute_by = funnel = fma2 = mul2 = sub2 = _operation
+
+
+class Address:
+    """What is computed from addresses and constants is not counted: the compiler does it once."""
+
+    def __init__(self, machine: CountingMachine) -> None:
+        self.machine = machine
+
+    def _same(self, other: object) -> Address:
+        return self
+
+    __add__ = __mul__ = __and__ = __or__ = __xor__ = __lshift__ = __rshift__ = _same
+
+
+class Word:
+    """A register that came from memory, or from one that did."""
+
+    def __init__(self, machine: CountingMachine) -> None:
+        self.machine = machine
+
+    def _counted(self, other: object) -> Word:
+        return self.machine._operation()
+
+    __and__ = __or__ = __xor__ = __lshift__ = __rshift__ = _counted

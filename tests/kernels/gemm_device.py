@@ -39,6 +39,7 @@ def run_product(
     add_to: np.ndarray | None = None,
     tokens: int | None = None,
     cluster: int | None = None,
+    groups: int | None = None,
     runs: int = 1,
     spare_columns: int = 0,
 ) -> Ran:
@@ -47,7 +48,8 @@ def run_product(
 
     m, k = x.shape
     if gemms.tier == "mma":  # its nearest tile
-        tokens, cluster = {256: 128, 32: 16}.get(tokens or 0, tokens), None
+        tokens = min((16, 64, 128), key=lambda tile: abs(tile - tokens)) if tokens else None
+        cluster = groups = None
     data, row_scale = cuda.to_device(packed.data), cuda.to_device(packed.row_scale)
     device_bias = None
     if bias is not None:
@@ -61,7 +63,7 @@ def run_product(
         address(device_bias) if device_bias is not None else 0,
         float(np.abs(bias).max()) if bias is not None else 0.0,
     )
-    product = gemms.product(weights, m, gate=gate, half=half, tokens=tokens, cluster=cluster)
+    product = gemms.product(weights, m, gate=gate, half=half, tokens=tokens, cluster=cluster, groups=groups)
     source = cuda.to_device(np.ascontiguousarray(x))
     nan16 = np.full((m, k), np.nan, np.float16)
     operand, scale, norm = cuda.to_device(nan16), _nans(filled(m)), _nans(filled(m))

@@ -6,6 +6,7 @@ A few variants stand for all: what differs between kinds is the fragment code, c
 from __future__ import annotations
 
 import functools
+import itertools
 from pathlib import Path
 
 import pytest
@@ -14,23 +15,24 @@ from frink_numba.kernels.cubins import Cubin, Source, Target, compile_kernel
 from frink_numba.kernels.gemm import source_of
 from frink_numba.kernels.gemm_epilogue import Epilogue
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS
-from frink_numba.kernels.gemm_mma import MmaGemm
-from frink_numba.kernels.gemm_wgmma import SHARED_LIMIT, WgmmaGemm
+from frink_numba.kernels.gemm_mma import TOKEN_TILES, MmaGemm, shared_memory
+from frink_numba.kernels.gemm_plan import TILES
+from frink_numba.kernels.gemm_variant import SHARED_LIMIT, WgmmaGemm
 from tests.kernels.sass import disassemble, disassembler, operands_overwritten_in_flight
 
 WGMMA = [
     WgmmaGemm("Q4_K", 256, Epilogue(), cluster=2),  # the widest tile of the main kind
-    WgmmaGemm("half", 256, Epilogue(half=True), cluster=2),  # the most registers
-    WgmmaGemm("Q6_K", 128, Epilogue("swiglu", half=True)),
-    WgmmaGemm("Q4_1", 16),  # two blocks a multiprocessor, tails of steps
+    WgmmaGemm("half", 256, Epilogue(half=True), cluster=2),  # operands in shared memory
+    WgmmaGemm("Q6_K", 128, Epilogue("swiglu", half=True), groups=3),  # the most registers for their number
+    WgmmaGemm("Q4_1", 64, groups=1),  # two blocks a multiprocessor, tails of steps
 ]
 MMA = [
-    (MmaGemm("Q4_K", 128), "80"),
-    (MmaGemm("Q6_K", 64, Epilogue("swiglu", half=True)), "86"),
-    (MmaGemm("Q4_0", 16, Epilogue(half=True)), "89"),
-    (MmaGemm("Q5_K", 128), "90"),
-    (MmaGemm("Q8_0", 64), "100"),
-    (MmaGemm("half", 128), "120"),
+    ("Q4_K", 128, Epilogue(), (8, 0)),
+    ("Q6_K", 64, Epilogue("swiglu", half=True), (8, 6)),
+    ("Q4_0", 16, Epilogue(half=True), (8, 9)),
+    ("Q5_K", 128, Epilogue(half=True), (9, 0)),
+    ("Q8_0", 64, Epilogue(), (10, 0)),
+    ("half", 128, Epilogue(), (12, 0)),
 ]
 
 
@@ -56,7 +58,7 @@ def test_no_operand_is_overwritten_in_flight(variant: WgmmaGemm, tmp_path: Path)
     if tool is None:
         pytest.skip("needs nvdisasm: pip install nvidia-cuda-nvdisasm")
     instructions = disassemble(tool, _wgmma(variant).code, tmp_path)
-    assert sum("HGMMA" in line for line in instructions) >= 16
+    assert sum("HGMMA" in line for line in instructions) >= 8
     assert operands_overwritten_in_flight(instructions) == []
 
 
@@ -71,9 +73,12 @@ def test_the_check_finds_an_overwritten_operand() -> None:
     assert len(operands_overwritten_in_flight(loop)) == 1
 
 
-@pytest.mark.parametrize(("variant", "arch"), MMA, ids=lambda v: getattr(v, "kind", v))
-def test_mma_kernels(variant: MmaGemm, arch: str) -> None:
-    _sound(compile_kernel(source_of(variant, overlap=False), Target(arch)))
+@pytest.mark.parametrize(
+    ("kind", "tokens", "epilogue", "capability"), MMA, ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_mma_kernels(kind: str, tokens: int, epilogue: Epilogue, capability: tuple[int, int]) -> None:
+    variant = MmaGemm(kind, tokens, epilogue, shared_memory(capability))
+    _sound(compile_kernel(source_of(variant, overlap=False), Target("{}{}".format(*capability))))
 
 
 @pytest.mark.parametrize(("arch", "overlap"), [("80", False), ("90a", True)])
@@ -91,7 +96,7 @@ def test_fragment_code_of_every_kind(name: str) -> None:
         from frink_numba.kernels.gemm_emit import fragment_ops, keep
         from frink_numba.kernels.ptx import shared_address
 
-        header, steps = fragment_ops(name)
+        header, load, steps = fragment_ops(name)
         first, last = steps[0], steps[3]
 
         def kernel(never):  # type: ignore[no-untyped-def]
@@ -99,8 +104,9 @@ def test_fragment_code_of_every_kind(name: str) -> None:
             thread = types.uint32(cuda.threadIdx.x)
             row = thread >> types.uint32(2)
             scales = header(base, row)
-            keep(first(base, thread, row, scales), never, base)
-            keep(last(base, thread, row, scales), never, base)
+            codes = load(base, thread, row)
+            keep(first(codes, scales), never, base)
+            keep(last(codes, scales), never, base)
 
         return kernel, types.void(types.uint32)
 
@@ -110,14 +116,18 @@ def test_fragment_code_of_every_kind(name: str) -> None:
 @pytest.mark.parametrize("name", FRAGMENT_KINDS)
 def test_shared_memory_and_stages(name: str) -> None:
     """Every variant fits and has stages enough for the loads to run ahead."""
-    for tokens in (16, 32, 64, 128, 256):
-        for epilogue in (Epilogue(), Epilogue(half=True), Epilogue("swiglu", True), Epilogue("geglu")):
-            for cluster in (1, 2):
-                variant = WgmmaGemm(name, tokens, epilogue, cluster)
-                assert variant.shared * variant.resident <= SHARED_LIMIT
-                assert variant.stages >= 4
-                assert variant.slot % 128 == variant.epilogue.buffer_size(tokens) % 1024 == 0
-    for tokens in (16, 64, 128):
-        small = MmaGemm(name, tokens)
-        assert small.shared <= 99 * 1024
+    epilogues = (Epilogue(), Epilogue(half=True), Epilogue("swiglu", True), Epilogue("geglu"))
+    for groups, tiles in TILES.items():
+        for tokens, epilogue, cluster in itertools.product(tiles, epilogues, (1, 2)):
+            variant = WgmmaGemm(name, tokens, epilogue, cluster, groups)
+            assert variant.shared <= SHARED_LIMIT // variant.resident
+            assert variant.stages >= 3
+            assert variant.buffers >= 2
+            assert variant.slot % 128 == variant.epilogue.buffer_size(tokens) % 1024 == 0
+            assert sum(r * n for r, n in zip(variant.registers, (128, 128 * groups), strict=True)) <= (
+                65536 // variant.resident
+            )
+    for tokens, capability in itertools.product(TOKEN_TILES, [(8, 0), (8, 6), (9, 0), (12, 0)]):
+        small = MmaGemm(name, tokens, memory=shared_memory(capability))
+        assert small.resident * (small.shared + 1024) <= small.memory
         assert small.stages >= 2

@@ -36,12 +36,19 @@ def gemms(request: pytest.FixtureRequest) -> Iterator[Gemms]:
 
 
 def check(
-    gemms: Gemms, kind: str, m: int, n: int, k: int, tokens: int | None = None, cluster: int | None = None
+    gemms: Gemms,
+    kind: str,
+    m: int,
+    n: int,
+    k: int,
+    tokens: int | None = None,
+    cluster: int | None = None,
+    groups: int | None = None,
 ) -> None:
     rng = np.random.default_rng(zlib.crc32(f"{kind} {m} {n} {k}".encode()))
     matrix = random_matrix(kind, n, k, rng)
     x = rng.standard_normal((m, k)).astype(np.float32)
-    ran = run_product(gemms, pack([matrix]), x, tokens=tokens, cluster=cluster, runs=2)
+    ran = run_product(gemms, pack([matrix]), x, tokens=tokens, cluster=cluster, groups=groups, runs=2)
     reference = x.astype(np.float64) @ dequantized([matrix]).T
     assert relative_error(ran.out[0], reference) < EXPECTED < LIMIT
     assert worst_row_error(ran.out[0], reference) < LIMIT
@@ -56,12 +63,19 @@ def test_every_kind_against_float64(gemms: Gemms, kind: str, tokens: int, cluste
     check(gemms, kind, 3, 64, 256, tokens, cluster)
 
 
-@pytest.mark.parametrize("cluster", [1, 2])
-@pytest.mark.parametrize("tokens", [16, 32, 64, 128, 256])
-def test_every_tile_against_float64(gemms: Gemms, tokens: int, cluster: int) -> None:
-    """All tiles, with whole tiles, odd slabs, and more tiles than multiprocessors."""
-    check(gemms, "Q4_K", 2 * tokens + 3, 64 * 5, 768, tokens, cluster)
-    check(gemms, "Q4_K", 3 * tokens - 1, 64 * 2 * 132 - 30, 256, tokens, cluster)
+@pytest.mark.parametrize(
+    ("kind", "groups", "tokens", "cluster"),
+    [("Q4_K", 1, 32, 1), ("Q4_K", 1, 160, 1), ("Q4_K", 2, 16, 1), ("Q4_K", 2, 64, 2), ("Q4_K", 2, 104, 1),
+     ("Q4_K", 2, 128, 1), ("Q4_K", 2, 176, 1), ("Q4_K", 2, 256, 1), ("Q4_K", 3, 64, 1), ("Q4_K", 3, 128, 1),
+     ("F16", 1, 96, 1), ("F16", 2, 104, 1), ("F16", 2, 256, 1), ("F16", 3, 128, 1), ("F16", 3, 112, 2)],
+)  # fmt: skip
+def test_every_tile_against_float64(gemms: Gemms, kind: str, groups: int, tokens: int, cluster: int) -> None:
+    """The range of tiles, with whole tiles, odd slabs, more tiles than multiprocessors, and parts of tiles."""
+    if gemms.tier == "mma" and (tokens not in (64, 128) or groups != 2):
+        pytest.skip("a tile of the wgmma tier")
+    check(gemms, kind, 2 * tokens + 3, 64 * 5, 768, tokens, cluster, groups)
+    check(gemms, kind, tokens - 1, 64 * 2 * 132 - 30, 256, tokens, cluster, groups)
+    check(gemms, kind, tokens + 1, 64 * 7, 3072, tokens, cluster, groups)
 
 
 @pytest.mark.parametrize("k", [32, 64, 96, 160, 256, 352, 576, 1536, 14336])

@@ -7,9 +7,10 @@ import pytest
 
 from frink_numba.errors import ShapeError
 from frink_numba.kernels.gemm_codes import CODES
-from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, SLAB
+from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, SLAB, FragmentKind
 from frink_numba.kernels.gemm_pack import PackedMatrix, pack
 from frink_numba.quant import KINDS, QuantMatrix
+from tests.kernels.array_machine import Address, CountingMachine, Word
 from tests.kernels.gemm_device import dequantized, relative_error
 from tests.kernels.packed_weights import random_matrix, unpack
 
@@ -70,11 +71,19 @@ def test_bytes_of_the_file(name: str) -> None:
 @pytest.mark.parametrize("kind", FRAGMENT_KINDS.values(), ids=lambda kind: kind.name)
 def test_vectors_are_aligned(kind: object) -> None:
     """Bulk copies move multiples of 16 bytes from and to multiples of 16; so do vector loads."""
-    from frink_numba.kernels.gemm_kinds import FragmentKind
-
     assert isinstance(kind, FragmentKind)
     assert kind.header_size % 16 == kind.step_size % 16 == kind.record_size % 16 == 0
     assert all(kind.plane_offset(i) % width == 0 for i, width in enumerate(kind.planes))
+
+
+@pytest.mark.parametrize("kind", FRAGMENT_KINDS.values(), ids=lambda kind: kind.name)
+def test_operations_are_counted(kind: FragmentKind) -> None:
+    """The number by which the plan estimates a kind's conversion is that of its code, on average over a record."""
+    machine = CountingMachine()
+    place, header = Address(machine), [Word(machine)] * 8
+    for step in range(4):
+        kind.fragments(machine, place, place, place, step, header)
+    assert machine.operations / 4 == kind.operations
 
 
 def test_several_matrices_follow_each_other() -> None:

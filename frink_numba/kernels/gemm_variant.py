@@ -1,0 +1,128 @@
+"""One compiled variant of the `wgmma` tier: what shapes its code, and the sizes that follow (see gemm_wgmma.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from frink_numba.kernels.gemm_epilogue import PLAIN, Epilogue
+from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, FragmentKind
+from frink_numba.kernels.gemm_plan import blocks_on_multiprocessor
+
+SHARED_LIMIT = 232448  # bytes a block may use on sm_90
+FLAG_BYTES = 8192  # the workspace's flags: one for each slab of each block
+_MOST_STAGES = 16
+_MOST_BUFFERS = 4
+
+ARGUMENTS = (
+    # name, type
+    ("x_map", "u64"),  # tensor map of the tokens, in device memory
+    ("out_map", "u64"),
+    ("weights", "u64"),
+    ("row_scale", "u64"),
+    ("token_scale", "u64"),  # float32 [m]
+    ("bias", "u64"),  # float32 [slabs * 64], or 0
+    ("token_norm", "u64"),  # f16 results only, else 0
+    ("out_scale", "u64"),  # f16 results only, else 0
+    ("workspace", "u64"),  # FLAG_BYTES of zeros, then the sums of each block
+    ("c2", "f32"),
+    ("c1", "f32"),
+    ("c0", "f32"),
+    ("m", "u32"),
+    ("token_tiles", "u32"),
+    ("slabs", "u32"),
+    ("steps", "u32"),
+    ("swath", "u32"),  # token tiles that are walked through together, for the L2 cache
+    ("split_tiles", "u32"),
+    ("workers", "u32"),  # clusters that share the split tiles: the first ones
+    ("add", "u32"),  # add to the result instead of writing it (float32, not gated)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WgmmaGemm:
+    """The kind of the weights, T tokens a tile (a multiple of 8), the epilogue, the blocks of a cluster (1 or 2), and
+    the consumer groups of a block (1 to 3), each with its slab.
+    """
+
+    kind: str
+    tokens: int
+    epilogue: Epilogue = PLAIN
+    cluster: int = 1
+    groups: int = 2
+
+    @property
+    def resident(self) -> int:
+        return blocks_on_multiprocessor(self.tokens, self.cluster, self.groups)
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.groups)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a thread after `setmaxnreg`: (producer, consumers)."""
+        if self.groups == 1:
+            return 40, 216
+        if self.groups == 3:
+            return 32, 160
+        if self.resident == 2:
+            return 32, 104
+        return (40, 232) if self.tokens > 128 else (56, 224)
+
+    @property
+    def row(self) -> FragmentKind:
+        return FRAGMENT_KINDS[self.kind]
+
+    @property
+    def direct(self) -> bool:
+        """The weights are f16 in the file already: the tensor cores read them from shared memory."""
+        return self.row.scales is None
+
+    @property
+    def slot(self) -> int:
+        """Bytes of one slab's step in a stage: room for the header, then the step."""
+        return -(-(self.row.header_size + self.row.step_size) // 128) * 128
+
+    @property
+    def stage(self) -> int:
+        return self.tokens * 128 + self.groups * self.slot
+
+    @property
+    def _limit(self) -> int:
+        return SHARED_LIMIT if self.resident == 1 else SHARED_LIMIT // 2 - 1024
+
+    @property
+    def _scales(self) -> int:
+        return self.groups * self.epilogue.scale_size(self.tokens)
+
+    @property
+    def _buffer(self) -> int:
+        return self.groups * self.epilogue.buffer_size(self.tokens)
+
+    @property
+    def stages(self) -> int:
+        return min(_MOST_STAGES, (self._limit - self._scales - 2 * self._buffer) // (self.stage + 16))
+
+    @property
+    def buffers(self) -> int:
+        """Staging buffers of a consumer group: what fits beside the stages."""
+        room = self._limit - self._scales - self.stages * (self.stage + 16)
+        return min(_MOST_BUFFERS, room // self._buffer)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory: tokens, staging, weights, scales, barriers."""
+        return self.stages * (self.stage + 16) + self.buffers * self._buffer + self._scales
+
+    @property
+    def sides(self) -> int:
+        """Slabs of a cluster's tile."""
+        return self.cluster * self.groups
+
+    @property
+    def partial(self) -> int:
+        """Bytes of a cluster's sums in the workspace."""
+        return self.sides * 64 * self.tokens * 4
+
+    def workspace(self, clusters: int) -> int:
+        return FLAG_BYTES + clusters * self.partial
