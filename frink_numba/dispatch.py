@@ -76,6 +76,12 @@ class Dispatcher:
             except PLUGIN_ERRORS as error:
                 warn_once(f"backend {backend.name} failed to close: {describe(error)}")
 
+    @property
+    def chunk_size(self) -> int:
+        """Rows of a step that suit the first backend, which may say so (`chunk_size`); 0 where it says nothing."""
+        wanted = getattr(self.backends[0], "chunk_size", 0) if self.backends else 0
+        return wanted if isinstance(wanted, int) and wanted > 0 else 0
+
     def run(self, step: Step) -> StepResult:
         """Take `step.hidden`, or what `step.lookup` makes of its tokens, through every layer.
 

@@ -77,6 +77,11 @@ class CudaBackend:
         weakref.finalize(self, _let_go, name, device, self._holder).atexit = False
 
     @property
+    def chunk_size(self) -> int:
+        """Rows of a step that keep the device busy, its scratch within bounds."""
+        return self.device.body.chunk_size
+
+    @property
     def stats(self) -> Traffic:
         """What went over the bus since the backend was made: a copy."""
         with self._traffic_lock:

@@ -84,6 +84,10 @@ class Body(Protocol):
     def least_batch(self) -> int:
         """Rows of the smallest batch that is worth the device (R2)."""
 
+    @property
+    def chunk_size(self) -> int:
+        """Rows of a step that keep the device busy."""
+
     def why_not(self, layer: Layer) -> str | None:
         """Why this tier cannot run a layer that others can, in one line; None when it can. From the description."""
 

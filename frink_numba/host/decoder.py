@@ -26,7 +26,7 @@ from frink_numba.plan import Plan
 if TYPE_CHECKING:
     from frink_numba.host.generate import Generation
 
-CHUNK_SIZE = 512
+CHUNK_SIZE = 512  # tokens of a step, where no backend says otherwise
 
 Progress = Callable[[int, int], object]
 """Called as progress(tokens done, tokens in all) after each chunk; answering False cancels the rest."""
@@ -80,13 +80,14 @@ class Decoder:
         *,
         logits: Literal["last", "all"] | None = "last",
         hidden: Collection[int] = (),
-        chunk_size: int = CHUNK_SIZE,
+        chunk_size: int | None = None,
         progress: Progress | None = None,
         start: int | None = None,
     ) -> Output:
         """Run `tokens` from the cache's end on, and append their K/V rows to it.
 
-        The tokens go through the layers in chunks of `chunk_size`; the answer does not depend on it, but for rounding.
+        The tokens go through the layers in chunks of `chunk_size` (None: what suits the backend); the answer does not
+        depend on it, but for rounding.
         `hidden` names layers, from 0, whose outputs to keep. `start`, if given, is the position that the caller
         believes the cache to be at.
 
@@ -99,7 +100,7 @@ class Decoder:
         ids = self._checked_tokens(tokens)
         if logits is not None and not (isinstance(logits, str) and logits in ("last", "all")):
             raise SettingError(f"logits={shown(logits)}: expected 'last', 'all' or None")
-        chunk_size = checked_integer("chunk_size", chunk_size, 1)
+        chunk_size = self.chunk_size if chunk_size is None else checked_integer("chunk_size", chunk_size, 1)
         wanted = self._checked_layers(hidden)
         self._check_cache(cache, len(ids), start)
         output = self._allocate(len(ids), logits, wanted)
@@ -131,7 +132,7 @@ class Decoder:
         chat: bool = False,
         special: bool = False,
         cache: KVCache | None = None,
-        chunk_size: int = CHUNK_SIZE,
+        chunk_size: int | None = None,
         progress: Progress | None = None,
     ) -> Generation:
         """Continue `prompt`: an iterator of `Piece(token, text)`, with `finish_reason` at its end. See `Generation`.
@@ -158,6 +159,11 @@ class Decoder:
             chunk_size=chunk_size,
             progress=progress,
         )
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens that go through the layers at a time, where a call says nothing of it: the first backend's choice."""
+        return self._open().chunk_size or CHUNK_SIZE
 
     def plan(self, batch: int = CHUNK_SIZE, cache: KVCache | None = None) -> Plan:
         """Which backend would serve which layers of a step of `batch` tokens behind `cache`, and why no other (B4)."""

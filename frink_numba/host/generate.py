@@ -50,12 +50,13 @@ class Generation(Iterator[Piece]):
         max_new_tokens: int | None,
         stop: Sequence[str],
         cache: KVCache | None,
-        chunk_size: int,
+        chunk_size: int | None,
         progress: Progress | None,
     ) -> None:
         if max_new_tokens is not None:
             max_new_tokens = checked_integer("max_new_tokens", max_new_tokens, 1)
-        chunk_size = checked_integer("chunk_size", chunk_size, 1)
+        if chunk_size is not None:
+            chunk_size = checked_integer("chunk_size", chunk_size, 1)
         self.prompt_tokens = list(prompt_tokens)
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
@@ -81,7 +82,7 @@ class Generation(Iterator[Piece]):
         decoder: Decoder,
         sampling: Sampling,
         max_new_tokens: int | None,
-        chunk_size: int,
+        chunk_size: int | None,
         progress: Progress | None,
     ) -> Any:
         tokenizer, cache = decoder.model.tokenizer, self.cache

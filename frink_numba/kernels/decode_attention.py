@@ -37,6 +37,7 @@ from frink_numba.kernels.cubins import Source, Target
 from frink_numba.kernels.cubins import load as load_cubin
 from frink_numba.kernels.decode_attention_kernel import MOST_PARTS, THREADS, DecodeKernel
 from frink_numba.kernels.launch import Launch, LoadedKernel
+from frink_numba.kernels.thin_gemm_plan import ThinDevice
 from frink_numba.layer import RopeLayout
 
 MOST_ROWS = 8  # query rows of a sequence
@@ -95,6 +96,7 @@ class DecodeAttentions:
         self.target = Target("90a" if capability == (9, 0) else f"{capability[0]}{capability[1]}")
         self.multiprocessors = multiprocessors
         self._overlap = capability >= (9, 0)
+        self._shared = ThinDevice(capability, multiprocessors).block_shared
         self._kernels: dict[DecodeKernel, LoadedKernel] = {}
         self._lock = threading.Lock()
 
@@ -107,7 +109,7 @@ class DecodeAttentions:
         """
         if sequences < 1 or not 1 <= most_rows <= MOST_ROWS:
             raise ShapeError(f"sequences of 1 to {MOST_ROWS} rows are served, got {sequences} of {most_rows}")
-        variant = variant_of(shape, most_rows, self._overlap)
+        variant = variant_of(shape, most_rows, self._overlap, self._shared)
         tiles = -(-most_rows * shape.group // variant.queries)
         tasks = tiles * shape.n_kv_heads * sequences
         cut = parts or max(1, min(MOST_PARTS, 2 * self.multiprocessors // tasks))
@@ -134,11 +136,13 @@ class DecodeAttentions:
             kernel.close()
 
 
-def variant_of(shape: DecodeShape, most_rows: int, overlap: bool) -> DecodeKernel:
-    """What has to be compiled for a shape."""
-    tiles = 2 if most_rows * shape.group > 8 else 1
-    norms = (shape.q_norm, shape.k_norm)
-    return DecodeKernel(shape.head_dim, tiles, shape.rot_dim, shape.layout, *norms, shape.softcap > 0, overlap)
+def variant_of(shape: DecodeShape, most_rows: int, overlap: bool, block_shared: int) -> DecodeKernel:
+    """What has to be compiled for a shape, where a block may have so many bytes of shared memory."""
+    rest = (shape.rot_dim, shape.layout, shape.q_norm, shape.k_norm, shape.softcap > 0, overlap)
+    wide = DecodeKernel(shape.head_dim, 2, *rest)
+    if most_rows * shape.group > 8 and wide.shared <= block_shared:
+        return wide
+    return DecodeKernel(shape.head_dim, 1, *rest)
 
 
 def source_of(variant: DecodeKernel) -> Source:

@@ -30,8 +30,8 @@ from frink_numba.kernels.cubins import load as load_cubin
 from frink_numba.kernels.gemm import DeviceWeights, HalfRows
 from frink_numba.kernels.gemm_epilogue import GATES, Epilogue
 from frink_numba.kernels.launch import Launch, LoadedKernel
-from frink_numba.kernels.thin_gemm_kernel import MOST_NORM_COLUMNS, THREADS, ThinGemm, fitting_slots
-from frink_numba.kernels.thin_gemm_plan import MOST_ROWS, ThinPlan, thin_plan
+from frink_numba.kernels.thin_gemm_kernel import MOST_NORM_COLUMNS, THREADS, ThinGemm
+from frink_numba.kernels.thin_gemm_plan import MOST_ROWS, ThinDevice, ThinPlan, thin_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class ThinGemms:
                 f"no tensor-core kernels for compute capability {capability[0]}.{capability[1]}: 8.0 is the least"
             )
         self.target = Target("90a" if capability == (9, 0) else f"{capability[0]}{capability[1]}")
-        self.multiprocessors = multiprocessors
+        self.device = ThinDevice(capability, multiprocessors)
         self._overlap = capability >= (9, 0)
         self._kernels: dict[tuple[ThinGemm, int], LoadedKernel] = {}
         self._lock = threading.Lock()
@@ -83,8 +83,8 @@ class ThinGemms:
             raise ShapeError(
                 f"a fused norm takes rows of at most {MOST_NORM_COLUMNS} columns, got {weights.cols}: normalize first"
             )
-        plan = thin_plan(weights.kind, m, weights.rows, weights.cols, self.multiprocessors, row_groups)
-        variant = variant_of(plan, weights.kind, m, weights.cols, Epilogue(gate, half), norm, self._overlap)
+        plan = thin_plan(weights.kind, m, weights.rows, weights.cols, self.device, row_groups)
+        variant = variant_of(plan, weights.kind, weights.cols, Epilogue(gate, half), norm, self._overlap)
         kernel = self._kernel(variant, variant.shared(m, plan.part_columns))
         return ThinProduct(m, weights.outputs, weights.cols, kernel, variant, plan)
 
@@ -107,13 +107,11 @@ class ThinGemms:
             kernel.close()
 
 
-def variant_of(plan: ThinPlan, kind: str, m: int, cols: int, epilogue: Epilogue, norm: bool, overlap: bool) -> ThinGemm:
+def variant_of(plan: ThinPlan, kind: str, cols: int, epilogue: Epilogue, norm: bool, overlap: bool) -> ThinGemm:
     """What has to be compiled for a plan."""
-    slots = fitting_slots(kind, plan.tokens, m, plan.part_columns)
-    vectors = -(-cols // 64) * 64
-    return ThinGemm(
-        kind, plan.tokens, plan.row_groups, slots, epilogue, -(-vectors // (4 * THREADS)) if norm else 0, overlap
-    )
+    columns = -(-cols // 64) * 64
+    vectors = -(-columns // (4 * THREADS)) if norm else 0
+    return ThinGemm(kind, plan.tokens, plan.row_groups, plan.slots, epilogue, vectors, overlap)
 
 
 def source_of(variant: ThinGemm) -> Source:

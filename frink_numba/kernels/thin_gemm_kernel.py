@@ -19,12 +19,19 @@ from typing import Any
 
 from frink_numba.kernels.gemm_epilogue import PLAIN, Epilogue
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, FragmentKind
-from frink_numba.kernels.thin_gemm_plan import WARPS, item_steps, partial_room, sum_registers
+from frink_numba.kernels.thin_gemm_plan import (
+    WARPS,
+    fixed_bytes,
+    item_bytes,
+    item_steps,
+    partial_room,
+    ring_slot,
+    row_bytes,
+    sum_registers,
+)
 
 THREADS = 32 * WARPS
 MOST_NORM_COLUMNS = 8192
-SHARED_LIMIT = 113 * 1024 - 256  # half of what a multiprocessor of sm_90 has, less what is reserved a block
-_MOST_SLOTS = 8
 
 ARGUMENTS = (
     # name, type
@@ -74,41 +81,9 @@ class ThinGemm:
     def row(self) -> FragmentKind:
         return FRAGMENT_KINDS[self.kind]
 
-    @property
-    def fixed(self) -> int:
-        """Bytes of shared memory beside x."""
-        return self.slots * ring_slot(self.kind) + _around(self.tokens)
-
     def shared(self, m: int, part_columns: int) -> int:
         """Bytes of shared memory with m rows of x."""
-        return self.fixed + m * row_bytes(part_columns)
-
-
-def item_bytes(name: str) -> int:
-    """Bytes of a slab's item."""
-    kind = FRAGMENT_KINDS[name]
-    return kind.header_size + item_steps(kind) * kind.step_size
-
-
-def ring_slot(name: str) -> int:
-    """Bytes of one slot of all warps."""
-    return WARPS // 4 * item_bytes(name)
-
-
-def row_bytes(part_columns: int) -> int:
-    """Bytes from row to row of x in shared memory: an odd multiple of 16, so that eight rows lie in different banks."""
-    return part_columns * 2 + 16
-
-
-def _around(tokens: int) -> int:
-    """Sums of all warps twice; sums and scales of the norm."""
-    return 2 * WARPS * partial_room(tokens) + 16 * WARPS * 16 + 16 * 16
-
-
-def fitting_slots(name: str, tokens: int, m: int, part_columns: int) -> int:
-    """As many slots as half a multiprocessor holds."""
-    room = SHARED_LIMIT - _around(tokens) - m * row_bytes(part_columns)
-    return max(2, min(_MOST_SLOTS, room // ring_slot(name)))
+        return fixed_bytes(self.kind, self.tokens, self.slots) + m * row_bytes(part_columns)
 
 
 @functools.cache

@@ -28,6 +28,7 @@ class SimtBody:
     least_batch = 4  # below it the matrix products read all weights for next to no work (R2)
     mirrored_bytes = 0
     changes = 0
+    chunk_size = 512
     mirrors_rows = False
 
     def __init__(self, runtime: Runtime, launchers: Launchers) -> None:

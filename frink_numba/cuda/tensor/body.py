@@ -46,6 +46,7 @@ class TensorBody:
         self._zeroed: Program | None = None  # that ran last: its counters are known to be zero
 
     least_batch = 1
+    chunk_size = 2048
     mirrors_rows = True
 
     @property
