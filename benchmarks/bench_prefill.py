@@ -3,29 +3,31 @@
     python -m benchmarks.bench_prefill --receipt benchmarks/receipts/prefill-h200.json
     python -m benchmarks.bench_prefill --shapes 3b --tokens 512,2048 --backend cuda --runs 15
 
-A step is what the engine does with a prompt's hidden rows: they go through every layer, and each layer's K/V rows are
-pushed into the host's cache. Layers of a named shape have random weights of the kinds that llama.cpp's quantizer gives
-them (speed does not depend on the values). `smollm2` is the real model when its file is there: then the step is the
-decoder's whole prefill, from token ids to the last logits. The baseline has no cache to fill and stops before logits.
+A step is what the engine does with a prompt: from token ids through every layer to the last logits, and each layer's
+K/V rows are pushed into the host's cache. A named shape has random weights of the kinds that llama.cpp's quantizer
+gives it (speed does not depend on the values). `smollm2` is the real model when its file is there. The baseline has no
+cache to fill and stops before logits.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from frink_numba.backend import Step
+from frink_numba.backend import Edges, Step
+from frink_numba.cuda.tensor import weights
 from frink_numba.dispatch import Dispatcher
 from frink_numba.driver import query_driver
 from frink_numba.errors import ModelNotFoundError
 from frink_numba.host.backend import HostBackend
 from frink_numba.host.decoder import Decoder
+from frink_numba.host.dequantize import dequantize_rows
 from frink_numba.host.kv_cache import KVCache
 from frink_numba.host.load import load
 from frink_numba.layer import Activation, AttentionSpec, Expert, FeedForward, Layer, Rope, RopeLayout
@@ -50,12 +52,13 @@ class Shape:
     theta: float
     kind: str
     better_kind: str  # of v and down in half of the layers
+    edge_kind: str  # of the embedding, which is the output matrix too
 
 
 SHAPES = {
-    "smollm2": Shape("SmolLM2-135M Q4_1", 30, 576, 1536, 9, 3, 64, 49152, 1e5, "Q4_1", "Q4_1"),
-    "3b": Shape("Llama-3.2-3B shape Q4_K_M", 28, 3072, 8192, 24, 8, 128, 128256, 5e5, "Q4_K", "Q6_K"),
-    "8b": Shape("Llama-3.1-8B shape Q4_K_M", 32, 4096, 14336, 32, 8, 128, 128256, 5e5, "Q4_K", "Q6_K"),
+    "smollm2": Shape("SmolLM2-135M Q4_1", 30, 576, 1536, 9, 3, 64, 49152, 1e5, "Q4_1", "Q4_1", "Q8_0"),
+    "3b": Shape("Llama-3.2-3B shape Q4_K_M", 28, 3072, 8192, 24, 8, 128, 128256, 5e5, "Q4_K", "Q6_K", "Q6_K"),
+    "8b": Shape("Llama-3.1-8B shape Q4_K_M", 32, 4096, 14336, 32, 8, 128, 128256, 5e5, "Q4_K", "Q6_K", "Q6_K"),
 }
 
 
@@ -88,17 +91,42 @@ def random_layers(shape: Shape) -> list[Layer]:
     ]
 
 
+def random_edges(shape: Shape) -> Edges:
+    matrix = random_matrix(np.random.default_rng(2), shape.edge_kind, shape.vocabulary, shape.hidden)
+    return Edges(matrix, 1.0, np.ones(shape.hidden, np.float32), 1e-5, matrix)
+
+
+def share_packs() -> None:
+    """Repack equal bytes once: the layers of a shape are copies of two, each uploaded by itself all the same."""
+    real, made = weights.pack, {}
+
+    def pack(matrices: Sequence[QuantMatrix], *, gated: bool = False) -> Any:
+        key = (*(id(matrix.data) for matrix in matrices), gated)
+        if key not in made:
+            made[key] = (matrices, real(matrices, gated=gated))  # what has an id must stay
+        return made[key][1]
+
+    weights.pack = pack  # type: ignore[assignment]
+
+
 def layers_step(shape: Shape, tokens: int, backends: str) -> tuple[Callable[[], None], str, Callable[[], None]]:
     """(a step over random layers, who serves it, close)."""
     layers = random_layers(shape)
     walk = Dispatcher(layers, host=HostBackend, backends=backends)
     cache = KVCache(layers, tokens, allocate=walk.host_bytes)
     cache.reserve(tokens)
-    hidden = np.random.default_rng(1).standard_normal((tokens, shape.hidden), dtype=np.float32)
+    edges = random_edges(shape)
+    ids = np.random.default_rng(1).integers(0, shape.vocabulary, tokens)
 
     def step() -> None:
         cache.truncate(0)
-        cache.push(walk.run(Step(layers, cache, 0, tokens, hidden)).kv_rows)
+        asked = Step(layers, cache, 0, tokens, tokens=ids, edges=edges, lookup=lookup, logits=1)
+        result = walk.run(asked)
+        assert result.logits is not None or backends != "cuda"
+        cache.push(result.kv_rows)
+
+    def lookup() -> np.ndarray:
+        return dequantize_rows(edges.embedding, ids)
 
     served = walk.plan(Step(layers, cache, 0, tokens)).rows[0]
     return step, f"{served.backend}, {served.note}", walk.close
@@ -211,6 +239,7 @@ def main() -> int:
     parser.add_argument("--no-baseline", action="store_true")
     parser.add_argument("--receipt", type=Path)
     arguments = parser.parse_args()
+    share_packs()
     rows = [
         measure(name, int(tokens), arguments.backend, arguments.runs, not arguments.no_baseline)
         for name in arguments.shapes.split(",")

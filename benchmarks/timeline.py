@@ -73,6 +73,7 @@ def report(name: str, tokens: int, runs: int) -> None:
         everything()
         host = 1e6 * (time.perf_counter() - start)
         device.runtime.synchronize(device.workspace.compute)
+
         def replayed() -> None:
             for segment in program.segments:
                 segment.replay()
