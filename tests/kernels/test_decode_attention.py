@@ -21,8 +21,16 @@ SHAPES = [
 
 @pytest.mark.parametrize(("shape", "rows", "arch"), SHAPES, ids=lambda v: str(getattr(v, "head_dim", v)))
 def test_kernels_compile_without_spills(shape: DecodeShape, rows: int, arch: str) -> None:
-    cubin = compile_kernel(source_of(variant_of(shape, rows, arch.startswith("90"))), Target(arch))
+    cubin = compile_kernel(source_of(variant_of(shape, rows, arch.startswith("90"), 227 << 10)), Target(arch))
     assert cubin.spilled == 0
+
+
+@pytest.mark.parametrize("limit", [99 << 10, 163 << 10, 227 << 10])
+@pytest.mark.parametrize("head_dim", range(32, 257, 32))
+def test_shared_memory_fits(head_dim: int, limit: int) -> None:
+    """Whatever a block may have: GPUs before and beside sm_90 allow less."""
+    for rows in (1, 8):
+        assert variant_of(DecodeShape(16, 2, head_dim), rows, False, limit).shared <= limit
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q6_K"])
