@@ -2,6 +2,7 @@
 
     python benchmarks/bench_gemm.py --receipt benchmarks/receipts/gemm-h200.json
     python benchmarks/bench_gemm.py Q4_K:8b:512,2048 --check
+    python benchmarks/bench_gemm.py Q4_K:8b:512,2048 --tiles 12      every cut that the plan weighs, the 12 likeliest
 
 Random data. Launches rotate over copies of weights, activations and results that together exceed the L2 cache several
 times, and are captured in one CUDA graph per contender, so that neither Python nor launch gaps count; graphs of both
@@ -26,8 +27,10 @@ import numpy as np
 
 from frink_numba.driver import query_driver
 from frink_numba.kernels.gemm import DeviceWeights, Gemms, HalfRows
+from frink_numba.kernels.gemm_kinds import fragment_kind
 from frink_numba.kernels.gemm_mma import MmaGemm
 from frink_numba.kernels.gemm_pack import PackedMatrix, pack
+from frink_numba.kernels.gemm_plan import TILES, Plan, layouts
 from frink_numba.quant import KINDS, QuantMatrix
 from frink_numba.receipt import Row, receipt, write_receipt
 
@@ -101,8 +104,10 @@ class Bench:
             self._weights[kind, k] = (pack([matrix]), device)
         return self._weights[kind, k]
 
-    def measure(self, case: Case, *, check: bool, baseline: bool) -> tuple[list[float], list[float] | None, Any]:
-        """(seconds of a product per replay, those of torch, the plan)."""
+    def measure(
+        self, case: Case, *, check: bool, baseline: bool, forced: Plan | None = None
+    ) -> tuple[list[float], list[float] | None, Any]:
+        """(seconds of a product per replay, those of torch, the product); `forced` is the cut to be timed."""
         torch = self.torch
         base, values = self._base(case.kind, case.k)
         repeats = -(-case.n // _BASE_ROWS)
@@ -131,7 +136,9 @@ class Bench:
             weights = DeviceWeights(
                 base.kind.name, case.n, case.k, False, base.norm_bounds, data[i].data_ptr(), row_scale.data_ptr()
             )
-            product = self.gemms.product(weights, case.m, half=self.half, tokens=self.tokens, cluster=self.cluster)
+            product = self.gemms.product(
+                weights, case.m, half=self.half, tokens=self.tokens, cluster=self.cluster, plan=forced
+            )
             plan = product
             rows = HalfRows(half[i].data_ptr(), scale[i].data_ptr(), norm[i].data_ptr())
             self.gemms.half_rows(x[i].data_ptr(), case.m, case.k, rows)(stream)
@@ -222,7 +229,37 @@ def describe(product: Any) -> str:
     if isinstance(variant, MmaGemm):
         return f"T={variant.tokens}"
     plan = product.plan
-    return f"T={plan.tokens} cluster={plan.cluster} blocks={plan.blocks} split={plan.split_tiles}"
+    return f"{cut(plan)} blocks={plan.blocks}"
+
+
+def cut(plan: Plan) -> str:
+    """A plan's name: slabs x tokens / blocks of a cluster, and what splits along K: s workers / tiles."""
+    split = f"s{plan.workers}/{plan.split_tiles}" if plan.split_tiles else ""
+    return f"{plan.groups}x{plan.tokens}/{plan.cluster}{split}"
+
+
+def time_tiles(bench: Bench, case: Case, most: int) -> str:
+    """A line of the case: torch's time, then every cut's with its ratio, the fastest first."""
+    row = fragment_kind(case.kind)
+    assert row is not None
+    plans = [
+        plan
+        for groups, tiles in TILES.items()
+        for tokens in tiles
+        for cluster in ((1, 2) if tokens >= 128 else (1,))
+        for plan in layouts(case.m, case.n, case.k, row, bench.gemms.multiprocessors, tokens, cluster, groups)
+    ]
+    plans.sort(key=lambda plan: plan.nanoseconds)
+    timed, baselines = [], []
+    for plan in plans[:most]:
+        ours, theirs, _ = bench.measure(case, check=True, baseline=True, forced=plan)
+        assert theirs is not None
+        baselines += theirs
+        timed.append((median(ours) * 1e6, cut(plan)))
+    baseline = median(baselines) * 1e6
+    work = 2e-6 * case.m * case.n * case.k
+    cuts = " ".join(f"{name}:{us:.1f}({baseline / us:.2f})" for us, name in sorted(timed))
+    return f"{case.label} torch {baseline:.1f}us {work / baseline:.0f} | {cuts}"
 
 
 def cases(text: str) -> Iterator[Case]:
@@ -288,6 +325,7 @@ def main() -> int:
     parser.add_argument("--result", choices=["f16", "f32"], default="f16", help="torch's is f16")
     parser.add_argument("--tokens", type=int, help="force the tokens of a tile")
     parser.add_argument("--cluster", type=int, help="force the blocks of a cluster")
+    parser.add_argument("--tiles", type=int, help="time so many cuts of each case, the likeliest ones")
     parser.add_argument("--no-baseline", action="store_true")
     parser.add_argument("--check", action="store_true", help="compare with float64 first")
     parser.add_argument(
@@ -298,6 +336,10 @@ def main() -> int:
 
     half = arguments.result == "f16"
     bench = Bench(arguments.replays, arguments.tier, arguments.tokens, arguments.cluster, half)
+    if arguments.tiles:
+        for case in (case for text in arguments.cases for case in cases(text)):
+            print(time_tiles(bench, case, arguments.tiles), flush=True)
+        return 0
     rows: list[Row] = []
     ratios: dict[tuple[str, int], list[float]] = {}
     for case in (case for text in arguments.cases for case in cases(text)):

@@ -1,47 +1,93 @@
-"""Render docs/kernels/gemm.md's tables from the receipts: python benchmarks/gemm_table.py [--write]"""
+"""Render docs/kernels/gemm.md's tables from the receipts: python -m benchmarks.gemm_table [--write]"""
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.bench_gemm import cut
+from frink_numba.kernels.gemm_kinds import fragment_kind
+from frink_numba.kernels.gemm_plan import make_plan
+from frink_numba.quant import KINDS
+
 _ROOT = Path(__file__).resolve().parent
+SWEEP = _ROOT / "receipts" / "gemm-tiles-h200.txt"
 PAGE = _ROOT.parent / "docs" / "kernels" / "gemm.md"
 _BEGIN, _END = "<!-- figures -->", "<!-- end of figures -->"
 
 
-def _rows(name: str) -> list[dict[str, object]]:
-    rows: list[dict[str, object]] = json.loads((_ROOT / "receipts" / name).read_text("utf-8"))["rows"]
-    return rows
+_CASE = re.compile(r"(\w+) \S+ (\w+) M=(\d+) N=(\d+) K=(\d+) torch ([\d.]+)us \d+ \| (.*)")
+_CUT = re.compile(r"(\S+?):([\d.]+)\(")
+_MMA = re.compile(r"\w+ \S+ (\w+) M=(\d+) .* TFLOP/s  ratio  ([\d.]+) ")
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A case of the sweep: torch's microseconds, ours with the planned cut (None: not timed), and with the fastest."""
+
+    model: str
+    kind: str
+    m: int
+    n: int
+    k: int
+    torch: float
+    planned: float | None
+    fastest: float
+
+
+def sweep() -> list[Timed]:
+    """What the sweep of cuts timed, and of that what the plan chooses today."""
+    out = []
+    for line in SWEEP.read_text("utf-8").splitlines():
+        found = _CASE.match(line)
+        if found is None:
+            continue
+        model, kind, m, n, k, torch, rest = found.groups()
+        cuts = {name: float(us) for name, us in _CUT.findall(rest)}
+        row = fragment_kind(kind)
+        assert row is not None
+        planned = cuts.get(cut(make_plan(int(m), int(n), int(k), row, 132)))
+        out.append(Timed(model, kind, int(m), int(n), int(k), float(torch), planned, min(cuts.values())))
+    return out
+
+
+def _mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def table() -> str:
     """Ratios to torch.matmul by kind and M, and the bandwidth of few tokens."""
-    groups: dict[tuple[str, str, int], list[float]] = {}
-    bandwidth: dict[tuple[str, int], list[float]] = {}
-    for name in ("gemm-h200.json", "gemm-mma-h200.json"):
-        for row in _rows(name):
-            found = re.match(r"(\w+) \S+ (\w+) M=(\d+) ", str(row["case"]))
-            if found is None:
-                continue
-            model, kind, m = found.group(1), found.group(2), int(found.group(3))
-            if row["metric"] == "TB/s of weights":
-                bandwidth.setdefault((kind, m), []).append(float(str(row["value"])))
-            elif "ratio" in row and m > 64:
-                family = "SmolLM2" if model == "smollm2" else "3B, 8B, 70B" if kind in ("F16", "Q4_K") else "8B"
-                group = (f"{row['tier']}, {family if row['tier'] == 'wgmma' else '8B'}", kind, m)
-                groups.setdefault(group, []).append(float(str(row["ratio"])))
-    lines = ["| tier, shapes | kind | M | least | geometric mean |", "| --- | --- | --- | --- | --- |"]
-    for (family, kind, m), ratios in sorted(groups.items()):
-        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        lines.append(f"| {family} | {kind} | {m} | {min(ratios):.2f} | {mean:.2f} |")
+    groups: dict[tuple[str, str, int], list[Timed]] = {}
+    few: dict[tuple[str, int], list[float]] = {}
+    for timed in sweep():
+        if timed.m <= 64:
+            kind = KINDS[timed.kind]
+            stored = timed.n * timed.k * kind.block_bytes / kind.block
+            if timed.planned is not None:
+                few.setdefault((timed.kind, timed.m), []).append(stored / timed.planned / 1e6)
+            continue
+        groups.setdefault(("SmolLM2" if timed.model == "smollm2" else "Llama", timed.kind, timed.m), []).append(timed)
+    lines = [
+        "| tier, shapes | kind | M | shapes | least | geometric mean | geometric mean, fastest cut |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for (family, kind, m), cases in sorted(groups.items()):
+        known = [case for case in cases if case.planned is not None]
+        ratios = [case.torch / case.planned for case in known if case.planned is not None]
+        best = [case.torch / case.fastest for case in known]
+        counted = f"{len(known)} of {len(cases)}"
+        figures = f"{min(ratios):.2f} | {_mean(ratios):.2f} | {_mean(best):.2f}"
+        lines.append(f"| wgmma, {family} | {kind} | {m} | {counted} | {figures} |")
+    mma: dict[tuple[str, int], list[float]] = {}
+    for kind, m, ratio in _MMA.findall(SWEEP.read_text("utf-8")):
+        mma.setdefault((kind, int(m)), []).append(float(ratio))
+    for (kind, m), values in sorted(mma.items()):
+        lines.append(f"| mma, Llama 8B | {kind} | {m} | {len(values)} | {min(values):.2f} | {_mean(values):.2f} | |")
     lines += ["", "| kind | M | TB/s of weights, least | most |", "| --- | --- | --- | --- |"]
-    lines += [f"| {kind} | {m} | {min(v):.2f} | {max(v):.2f} |" for (kind, m), v in sorted(bandwidth.items())]
-    first = [row for row in _rows("gemm-h200.json") if row["metric"] == "s"]
-    lines += ["", *(f"{row['case']}: {float(str(row['value'])):.2f} s." for row in first)]
+    lines += [f"| {kind} | {m} | {min(v):.2f} | {max(v):.2f} |" for (kind, m), v in sorted(few.items())]
     return "\n".join(lines)
 
 

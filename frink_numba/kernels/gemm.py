@@ -124,10 +124,11 @@ class Gemms:
         tokens: int | None = None,
         cluster: int | None = None,
         groups: int | None = None,
+        plan: Plan | None = None,
     ) -> WgmmaProduct | MmaProduct:
         """The product of M tokens with such weights. `gate` as in Epilogue, `half` for an f16 result.
 
-        `tokens`, `cluster` and `groups` force the tile (benchmarks and tests).
+        `tokens`, `cluster` and `groups` force the tile, `plan` all of the cut (benchmarks and tests).
         """
         if m < 1:
             raise ShapeError(f"a product needs at least one token, got {m}")
@@ -142,7 +143,8 @@ class Gemms:
             small = MmaGemm(weights.kind, tile, epilogue, self._memory)
             return MmaProduct(m, weights.outputs, weights.cols, self._kernel(small), small)
         kind = FRAGMENT_KINDS[weights.kind]
-        plan = make_plan(m, weights.rows, weights.cols, kind, self.multiprocessors, tokens, cluster, groups)
+        if plan is None:
+            plan = make_plan(m, weights.rows, weights.cols, kind, self.multiprocessors, tokens, cluster, groups)
         variant = WgmmaGemm(weights.kind, plan.tokens, epilogue, plan.cluster, plan.groups)
         return WgmmaProduct(m, weights.outputs, weights.cols, self._kernel(variant), variant, plan)
 
