@@ -1,4 +1,4 @@
-"""Kernel tiers: what each needs of a device, which this build has, and the choice of one per device."""
+"""Kernel tiers: what each needs of a device, and the choice of one per device."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ class Tier:
     name: str
     needs: tuple[int, int]
     exact: bool
-    built: bool  # the resident stack can run on it
 
 
-# Best first: `auto` takes the first that is built and that the device has.
+# Best first: `auto` takes the first that the device has.
 TIERS = (
-    Tier("wgmma", (9, 0), exact=True, built=True),
-    Tier("mma", (8, 0), exact=False, built=False),
-    Tier("simt", (0, 0), exact=False, built=True),
+    Tier("wgmma", (9, 0), exact=True),
+    Tier("mma", (8, 0), exact=False),
+    Tier("simt", (0, 0), exact=False),
 )
 
 
 def choose_tier(wanted: str, compute_capability: tuple[int, int]) -> str:
     """The tier for a device; `wanted` is FRINK_CUDA_TIER's value. BackendUnavailable when it cannot be had."""
     if wanted == "auto":
-        return next(tier.name for tier in TIERS if tier.built and _runs_on(tier, compute_capability))
+        return next(tier.name for tier in TIERS if _runs_on(tier, compute_capability))
     tier = next(tier for tier in TIERS if tier.name == wanted)
     if not _runs_on(tier, compute_capability):
         major, minor = compute_capability
@@ -37,9 +36,6 @@ def choose_tier(wanted: str, compute_capability: tuple[int, int]) -> str:
             f"FRINK_CUDA_TIER={wanted} needs compute capability {least}{'' if tier.exact else ' or newer'}, "
             f"the device has {major}.{minor}"
         )
-    if not tier.built:
-        names = ", ".join(tier.name for tier in TIERS if tier.built)
-        raise BackendUnavailable(f"FRINK_CUDA_TIER={wanted} is not built into the resident stack yet; it has {names}")
     return wanted
 
 

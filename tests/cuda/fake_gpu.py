@@ -7,11 +7,12 @@ written. Nothing needs numba or a GPU.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import random
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +49,25 @@ class FakeEvent:
     reached: int = 0
 
 
+class _Owner:
+    """Owns a block of device memory while arrays look at it."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self.__array_interface__: dict[str, Any] = memory.__array_interface__
+
+
+@dataclass(eq=False)
+class _Block:
+    """A block of device memory. Freeing waits for the device, so that work queued before may still use it."""
+
+    memory: np.ndarray
+    freed_at: int | None = None  # the number of the first piece of work that must not use it any more
+
+    @property
+    def start(self) -> int:
+        return self.memory.ctypes.data
+
+
 class FakeRuntime:
     """See frink_numba.cuda.runtime.Runtime. `memory_bytes` bounds what can be allocated on the device."""
 
@@ -57,6 +77,10 @@ class FakeRuntime:
         self.random = random.Random(seed)
         self.streams: list[FakeStream] = []
         self.held = 0  # bytes of device memory that somebody refers to
+        self.blocks: list[_Block] = []
+        self.issued = 0  # pieces of work queued so far
+        self.running: int | None = None  # the number of the piece that is being done
+        self.captured: list[Callable[[], None]] | None = None  # while launches are captured
         self.pinned: list[np.ndarray] = []
         self.calls: list[str] = []
         self.up = self.down = self.waits = 0
@@ -95,13 +119,36 @@ class FakeRuntime:
         self.call("device_bytes")
         if self.allocated() + nbytes > self.memory_bytes:
             raise FakeCudaError(OUT_OF_MEMORY)
-        block = np.full(nbytes, 0xFF, np.uint8)  # NaN as float32
+        room = np.full(nbytes + 256, 0xFF, np.uint8)  # NaN as float32
+        offset = -room.ctypes.data % 256
+        block = _Block(room[offset : offset + nbytes])
+        owner = _Owner(block.memory)
+        self.blocks.append(block)
         self.held += nbytes
-        weakref.finalize(block, self._freed, nbytes)
-        return block
+        weakref.finalize(owner, self._freed, block).atexit = False
+        return np.asarray(owner)
 
-    def _freed(self, nbytes: int) -> None:
-        self.held -= nbytes
+    def _freed(self, block: _Block) -> None:
+        self.held -= block.memory.nbytes
+        block.freed_at = self.issued
+        self._collect()
+
+    def _collect(self) -> None:
+        """Forget freed blocks that no queued work can use."""
+        if self.running is None and not any(stream.queue for stream in self.streams):
+            self.blocks = [block for block in self.blocks if block.freed_at is None]
+
+    def array(self, address: int, shape: tuple[int, ...], dtype: Any = np.uint8) -> np.ndarray:
+        """Device memory from its address, which must be allocated when the piece of work that asks was queued."""
+        dtype = np.dtype(dtype)
+        nbytes = math.prod(shape) * dtype.itemsize
+        for block in self.blocks:
+            offset = address - block.start
+            if 0 <= offset and offset + nbytes <= block.memory.nbytes:
+                number = self.issued if self.running is None else self.running
+                assert block.freed_at is None or number < block.freed_at, "device memory was used after it was freed"
+                return block.memory[offset : offset + nbytes].view(dtype).reshape(shape)
+        raise AssertionError(f"{nbytes} bytes at {address:#x} are not device memory")
 
     def pinned_bytes(self, nbytes: int) -> np.ndarray:
         self.call("pinned_bytes")
@@ -127,8 +174,14 @@ class FakeRuntime:
         return FakeEvent()
 
     def queue(self, stream: FakeStream, work: Callable[[], None]) -> None:
+        number, self.issued = self.issued, self.issued + 1
+
         def item() -> bool:
-            work()
+            self.running = number
+            try:
+                work()
+            finally:
+                self.running = None
             return True
 
         stream.queue.append(item)
@@ -147,6 +200,83 @@ class FakeRuntime:
         assert any(np.shares_memory(target, block) for block in self.pinned), "a copy into pageable memory waits"
         self.down += target.nbytes
         self.queue(stream, lambda: np.copyto(target, source.reshape(target.shape)))
+
+    # --- by address ---
+
+    def handle(self, stream: FakeStream) -> int:
+        return self.streams.index(stream) + 1
+
+    def address(self, block: np.ndarray) -> int:
+        return int(block.__array_interface__["data"][0])
+
+    def _pinned(self, array: np.ndarray) -> bool:
+        return any(np.shares_memory(array, block) for block in self.pinned)
+
+    def send(self, address: int, source: np.ndarray, stream: FakeStream) -> None:
+        self.call("send")
+        assert source.flags.c_contiguous
+        self.up += source.nbytes
+        # Page-locked memory is read when the copy is done, whoever has it then; other memory before the call returns.
+        data = _host(source.ctypes.data, source.nbytes)
+        if not self._pinned(source):
+            data = data.copy()
+        self.queue(stream, lambda: np.copyto(self.array(address, (data.size,)), data))
+
+    def fetch(self, target: np.ndarray, address: int, stream: FakeStream) -> None:
+        self.call("fetch")
+        assert target.flags.c_contiguous
+        assert self._pinned(target), "a copy into pageable memory waits"
+        self.down += target.nbytes
+        data = _host(target.ctypes.data, target.nbytes)
+        self.queue(stream, lambda: np.copyto(data, self.array(address, (data.size,))))
+
+    def fetch_strided(self, first: np.ndarray, pitch: int, count: int, address: int, stream: FakeStream) -> None:
+        self.call("fetch_strided")
+        nbytes, start = first.nbytes, first.ctypes.data
+        assert pitch >= nbytes
+        extent = pitch * (count - 1) + nbytes
+        blocks = [block for block in self.pinned if np.shares_memory(first, block)]
+        assert any(start + extent <= block.ctypes.data + block.nbytes for block in blocks), "not one page-locked block"
+        self.down += nbytes * count
+        places = [_host(start + pitch * i, nbytes) for i in range(count)]
+
+        def copy() -> None:
+            for place, rows in zip(places, self.array(address, (count, nbytes)), strict=True):
+                np.copyto(place, rows)
+
+        self.queue(stream, copy)
+
+    def move(self, target: int, source: int, nbytes: int, stream: FakeStream) -> None:
+        self.call("move")
+        self.queue(stream, lambda: np.copyto(self.array(target, (nbytes,)), self.array(source, (nbytes,))))
+
+    def zero(self, address: int, nbytes: int, stream: FakeStream) -> None:
+        self.call("zero")
+        self.queue(stream, lambda: self.array(address, (nbytes,)).fill(0))
+
+    def launch(self, handle: int, name: str, work: Callable[[], None]) -> None:
+        """What a kernel's launch calls."""
+        self.call(name)
+        if self.captured is not None:
+            self.captured.append(work)
+        else:
+            self.queue(self.streams[handle - 1], work)
+
+    def graph(self, stream: FakeStream, launches: Sequence[Callable[[int], None]]) -> Callable[[], None]:
+        self.call("graph")
+        self.captured = captured = []
+        try:
+            for launch in launches:
+                launch(self.handle(stream))
+        finally:
+            self.captured = None
+
+        def replay() -> None:
+            self.call("replay")
+            for work in captured:
+                self.queue(stream, work)
+
+        return replay
 
     def record(self, event: FakeEvent, stream: FakeStream) -> None:
         self.call("record")
@@ -190,6 +320,12 @@ class FakeRuntime:
                     break
             else:
                 raise AssertionError("the streams wait for each other")
+        self._collect()
+
+
+def _host(address: int, nbytes: int) -> np.ndarray:
+    """Host memory as bytes; it is not kept alive."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
 def fake_launchers(runtime: FakeRuntime) -> Launchers:
