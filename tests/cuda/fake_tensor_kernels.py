@@ -1,0 +1,324 @@
+"""What the tensor-core kernels compute, on memory by address: float64 inside, rounded where the kernels round.
+
+`memory(address, shape, dtype)` is device memory. Each function gets the variant that would be compiled, the grid, and
+the launch's arguments by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from frink_numba.kernels.fused_attention import SEQUENCE
+from frink_numba.kernels.fused_attention_plan import LOG2E, MmaLayout
+from frink_numba.kernels.fused_attention_wgmma import WORKSPACE_BYTES
+from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, SLAB, STEP
+from frink_numba.kernels.gemm_pack import PackedMatrix
+from frink_numba.kernels.gemm_variant import FLAG_BYTES
+from frink_numba.layer import RopeLayout
+from tests.kernels.packed_weights import unpack
+
+F32, F16 = np.float32, np.float16
+Memory = Callable[..., np.ndarray]
+
+
+# --- weights and operands ---
+
+
+@functools.lru_cache(maxsize=1024)
+def _unpacked(kind: str, cols: int, data: bytes, scales: bytes) -> np.ndarray:
+    row_scale = np.frombuffer(scales, F32)
+    packed = PackedMatrix(
+        FRAGMENT_KINDS[kind], row_scale.size, cols, False, np.frombuffer(data, np.uint8), row_scale, ()
+    )
+    return unpack(packed)
+
+
+def _weights(memory: Memory, kind: str, rows: int, cols: int, data: int, row_scale: int) -> np.ndarray:
+    """float64 [rows filled up to slabs, cols] of a pack."""
+    slabs = -(-rows // SLAB)
+    packed = memory(data, (slabs * FRAGMENT_KINDS[kind].slab_bytes(cols),)).tobytes()
+    return _unpacked(kind, cols, packed, memory(row_scale, (slabs * SLAB,), F32).tobytes())
+
+
+def _power(bound: np.ndarray) -> np.ndarray:
+    """The power of two that brings `bound` under 2**15, within what float32 has as a normal number."""
+    _, exponent = np.frexp(np.asarray(bound, F32))
+    return np.where(bound == 0, 1.0, np.exp2(np.clip(exponent, -110, 123) - 15.0))
+
+
+def _as_half(values: np.ndarray) -> np.ndarray:
+    """f16, beyond which nothing lies."""
+    finite = values[np.isfinite(values)]
+    assert np.abs(finite).max(initial=0.0) <= 65504, "an f16 operand overflows"
+    return values.astype(F16)
+
+
+def _operands(memory: Memory, values: np.ndarray, half: int, scale: int, norm: int) -> None:
+    """Store rows as half_rows.py, norm_half.py and gated_half.py do."""
+    m, cols = values.shape
+    power = _power(np.abs(values).max(axis=1))
+    memory(half, (m, cols), F16)[...] = _as_half(values / power[:, None])
+    memory(scale, (m,), F32)[...] = power
+    memory(norm, (m,), F32)[...] = 1.002 * np.sqrt((values**2).sum(axis=1))
+
+
+def _normed(memory: Memory, x: int, weight: int, m: int, cols: int, eps: float) -> np.ndarray:
+    wide = memory(x, (m, cols), F32).astype(np.float64)
+    return wide / np.sqrt((wide * wide).mean(axis=1, keepdims=True) + eps) * memory(weight, (cols,), F32)
+
+
+def _activated(name: str, gate: np.ndarray) -> np.ndarray:
+    assert name == "swiglu"
+    return gate / (1 + np.exp(-np.clip(gate, -700, None)))
+
+
+def _rows(memory: Memory, out: int, m: int, cols: int, pitch: int, dtype: Any) -> list[np.ndarray]:
+    return [memory(out + i * pitch, (cols,), dtype) for i in range(m)]
+
+
+# --- kernels over rows ---
+
+
+def norm_half(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> None:
+    _operands(memory, _normed(memory, a.x, a.weight, blocks, a.cols, a.eps), a.half, a.scale, a.norm)
+
+
+def norm_add(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> None:
+    memory(a.hidden, (blocks, a.cols), F32)[...] += _normed(memory, a.y, a.weight, blocks, a.cols, a.eps)
+
+
+def gated_half(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> None:
+    gate, up = (memory(address, (blocks, a.cols), F32).astype(np.float64) for address in (a.gate, a.up))
+    _operands(memory, _activated(variant[0], gate) * up, a.half, a.scale, a.norm)
+
+
+def rope_rows(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> None:
+    angles = memory(a.positions, (blocks, 1), np.int32) * memory(a.frequencies, (a.pairs,), np.float64)
+    memory(a.cos, angles.shape, F32)[...] = np.cos(angles) * a.scale
+    memory(a.sin, angles.shape, F32)[...] = np.sin(angles) * a.scale
+
+
+def mirror_rows(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> None:
+    heads = a.width // a.head_dim
+    k, v = (memory(address, (blocks, heads, a.head_dim), F32).astype(np.float64) for address in (a.k, a.v))
+    mirrors = [memory(address, (blocks, heads, a.pitch), F16) for address in (a.k_mirror, a.v_mirror)]
+    _store_kv(k * a.k_factor, v * a.v_factor, *(mirror[..., : a.head_dim] for mirror in mirrors))
+
+
+def _store_kv(k: np.ndarray, v: np.ndarray, k_mirror: np.ndarray, v_mirror: np.ndarray) -> None:
+    """f16 rows; one that f16 cannot hold spoils those who see it and nobody else."""
+    held = (np.abs(k).max(axis=-1) < 65520) & (np.abs(v).max(axis=-1) < 65520)
+    with np.errstate(over="ignore"):
+        k_mirror[...] = np.where(held[..., None], k, np.nan)
+        v_mirror[...] = np.where(held[..., None], v, 0.0)
+
+
+def embed(memory: Memory, weights: Any, ids: int, m: int, hidden: int, scale: float) -> None:
+    table = _weights(memory, weights.kind, weights.rows, weights.cols, weights.data, weights.row_scale)
+    chosen = memory(ids, (m,), np.int32)
+    assert ((chosen >= 0) & (chosen < weights.rows)).all()
+    memory(hidden, (m, weights.cols), F32)[...] = table[chosen] * scale
+
+
+# --- products ---
+
+
+def _product(
+    memory: Memory,
+    variant: Any,
+    a: SimpleNamespace,
+    x: np.ndarray,
+    norm: np.ndarray | None,
+    out: tuple[int, int, int],  # address, columns, pitch
+    cols: int,
+) -> None:
+    """`x`: true values of the operands, float64 [m, cols]; `norm`: float32 [m] where the result is f16."""
+    address, outputs, pitch = out
+    epilogue, m = variant.epilogue, len(x)
+    rows = 2 * outputs if epilogue.gate else outputs
+    w = _weights(memory, variant.kind, rows, cols, a.weights, a.row_scale)
+    y = x @ w.T
+    if epilogue.gate:
+        pairs = y[:, :rows].reshape(m, -1, 2, 8)
+        y = (_activated(epilogue.gate, pairs[:, :, 0]) * pairs[:, :, 1]).reshape(m, outputs)
+    elif a.bias:
+        y = y + memory(a.bias, (y.shape[1],), F32)
+    y = y[:, :outputs]
+    if epilogue.half:
+        assert norm is not None
+        bound = (norm.astype(np.float64) * a.c2 + a.c1) * norm + a.c0
+        assert not (np.abs(y) > 1.001 * bound[:, None]).any(), "the bound of an f16 result does not hold"
+        power = _power(bound)
+        memory(a.out_scale, (m,), F32)[...] = power
+        y = _as_half(y / power[:, None])
+    for target, row in zip(_rows(memory, address, m, outputs, pitch, F16 if epilogue.half else F32), y, strict=True):
+        if a.add:
+            target += row.astype(F32)
+        else:
+            target[...] = row
+
+
+def _half_operand(memory: Memory, x: int, scale: int, m: int, cols: int) -> np.ndarray:
+    return memory(x, (m, cols), F16).astype(np.float64) * memory(scale, (m, 1), F32)
+
+
+def gemm_wgmma(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> None:
+    assert a.x_map % 64 == a.out_map % 64 == 0
+    x, m, cols, x_pitch = (int(v) for v in memory(a.x_map, (4,), np.uint64))
+    out, out_m, outputs, pitch = (int(v) for v in memory(a.out_map, (4,), np.uint64))
+    assert (m, x_pitch) == (out_m, 2 * cols)
+    assert m == a.m <= a.token_tiles * variant.tokens
+    assert (a.steps, a.slabs) == (-(-cols // STEP), -(-outputs * (2 if variant.epilogue.gate else 1) // SLAB))
+    norm = memory(a.token_norm, (m,), F32) if variant.epilogue.half else None
+    _product(memory, variant, a, _half_operand(memory, x, a.token_scale, m, cols), norm, (out, outputs, pitch), cols)
+    if a.split_tiles:
+        assert not memory(a.workspace, (FLAG_BYTES,)).any(), "flags of a split product are not zero"
+        memory(a.workspace + FLAG_BYTES, (variant.workspace(a.workers) - FLAG_BYTES,))[...] = 0xFF
+
+
+def gemm_mma(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> None:
+    norm = memory(a.token_norm, (a.m,), F32) if variant.epilogue.half else None
+    x = _half_operand(memory, a.x, a.token_scale, a.m, a.cols)
+    _product(memory, variant, a, x, norm, (a.out, a.outputs, a.pitch), a.cols)
+
+
+def thin_gemm(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> None:
+    if variant.norm:
+        x = _normed(memory, a.x, a.x_scale, a.m, a.cols, a.eps)
+        power = _power(np.abs(x).max(axis=1))[:, None]
+        norm = (1.002 * np.sqrt((x * x).sum(axis=1))).astype(F32)
+        x = _as_half(x / power).astype(np.float64) * power
+    else:
+        x = _half_operand(memory, a.x, a.x_scale, a.m, a.cols)
+        norm = memory(a.x_norm, (a.m,), F32)
+    _product(memory, variant, a, x, norm, (a.out, a.outputs, a.pitch), a.cols)
+    if a.k_parts > 1:
+        counters = -(-a.units * variant.row_groups * 4 // 256) * 256
+        assert not memory(a.workspace, (counters,)).any(), "counters of a thin product are not zero"
+        sums = a.k_parts * a.units * variant.row_groups * {2: 128, 8: 512, 16: 1024}[variant.tokens]
+        memory(a.workspace + counters, (sums,))[...] = 0xFF
+
+
+# --- attention ---
+
+
+def _turned(x: np.ndarray, weight: Any, whole: bool, eps: float, layout: Any, cos: Any, sin: Any) -> np.ndarray:
+    """QK norm and rotation of float64 [m, heads, head_dim]; cos and sin [m, 1, pairs]."""
+    if weight is not None:
+        axes = (1, 2) if whole else (2,)
+        weight = weight.reshape(x.shape[1:]) if whole else weight
+        x = x / np.sqrt((x * x).mean(axis=axes, keepdims=True) + eps) * weight
+    if cos is None:
+        return x
+    pairs, out = cos.shape[-1], x.copy()
+    first, second = np.s_[..., 0 : 2 * pairs : 2], np.s_[..., 1 : 2 * pairs : 2]
+    if layout is RopeLayout.NEOX:
+        first, second = np.s_[..., :pairs], np.s_[..., pairs : 2 * pairs]
+    out[first], out[second] = x[first] * cos - x[second] * sin, x[first] * sin + x[second] * cos
+    return out
+
+
+def _angles(memory: Memory, a: SimpleNamespace, m: int, rot_dim: int) -> tuple[Any, Any]:
+    if not rot_dim:
+        return None, None
+    return tuple(memory(address, (m, 1, rot_dim // 2), F32).astype(np.float64) for address in (a.cos, a.sin))
+
+
+def _record(memory: Memory, table: int) -> Any:
+    record = memory(table, (1,), SEQUENCE)[0]
+    assert record["first_row"] == 0
+    return record
+
+
+def prepare(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> None:
+    m, d = blocks // a.blocks_per_row, variant.head_dim
+    assert a.sequences == 1
+    record, pitch = _record(memory, a.table), a.source_pitch // 4
+    heads, kv = a.n_heads, a.n_kv_heads
+    assert record["rows"] == m
+    whole = memory(a.q_source, (m, pitch), F32).astype(np.float64)
+    assert (a.k_source, a.v_source) == (a.q_source + 4 * heads * d, a.q_source + 4 * (heads + kv) * d)
+    q, k, v = (part.reshape(m, -1, d) for part in np.split(whole, [heads * d, (heads + kv) * d], axis=1))
+    norms = [None, None]
+    if variant.norm:
+        sizes = (heads * d, kv * d) if variant.norm == "whole" else (d, d)
+        norms = [memory(at, (n,), F32) for at, n in zip((a.q_norm, a.k_norm), sizes, strict=True)]
+    cos, sin = _angles(memory, a, m, variant.rot_dim if variant.layout is not None else 0)
+    rest = (variant.norm == "whole", a.eps, variant.layout, cos, sin)
+    q, k = _turned(q, norms[0], *rest), _turned(k, norms[1], *rest)
+    memory(a.q, (m, heads, variant.pitch), F16)[..., :d] = _as_half(q * a.q_inverse)
+    memory(a.k_rows, (m, kv, d), F32)[...] = k
+    memory(a.v_rows, (m, kv, d), F32)[...] = v
+    row = 2 * kv * variant.pitch * int(record["start_pos"])
+    mirrors = [memory(int(record[base]) + row, (m, kv, variant.pitch), F16)[..., :d] for base in ("k_base", "v_base")]
+    _store_kv(k * a.k_inverse, v * a.v_inverse, *mirrors)
+
+
+def _attend(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, start: int, window: int, score: Callable[[np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """Weights are powers of two of `score(q . k)`."""
+    m, heads, _ = q.shape
+    i, j = start + np.arange(m)[:, None], np.arange(len(k))
+    visible = (j <= i) & ((i - j < window) | (window == 0))
+    out = np.empty((m, heads, v.shape[2]))
+    for head in range(heads):
+        shared = head // (heads // k.shape[1])
+        scores = np.where(visible, score(q[:, head] @ k[:, shared].T), -np.inf)
+        likely = np.exp2(scores - scores.max(axis=1, keepdims=True))
+        out[:, head] = (likely / likely.sum(axis=1, keepdims=True)) @ v[:, shared]
+    return out
+
+
+def attention(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> None:
+    record, d = _record(memory, a.table), variant.head_dim
+    pitch, start, m = -(-d // 8) * 8, int(record["start_pos"]), int(record["rows"])
+    assert (a.sequences, a.sinks, a.group) == (1, 0, a.n_heads // a.n_kv_heads)
+    bases = [int(record["k_base"]), int(record["v_base"])]
+    if not isinstance(variant, MmaLayout):
+        assert not memory(a.workspace, (WORKSPACE_BYTES,)).any(), "the attention's counters are not zero"
+        maps = memory(a.maps, (2, 16), np.uint64)
+        assert a.maps % 64 == 0
+        assert maps[:, 0].tolist() == bases, "the maps are those of other mirrors"
+        assert (maps[:, 1] >= start + m).all(), "the mirror is too short"
+    k, v = (
+        memory(base, (start + m, a.n_kv_heads, pitch), F16)[..., :d].astype(np.float64) for base in bases
+    )
+    q = memory(a.q, (m, a.n_heads, pitch), F16)[..., :d].astype(np.float64)
+
+    def score(product: np.ndarray) -> np.ndarray:
+        return a.factor * (np.tanh(product * a.inner / (2 * LOG2E)) if variant.capped else product)
+
+    values = _attend(q, k, v, start, a.window if variant.windowed else 0, score)
+    memory(a.out, values.shape, F16)[...] = _as_half(values)
+
+
+def decode_attention(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> None:
+    record, d = _record(memory, a.table), variant.head_dim
+    start, m, heads, kv = int(record["start_pos"]), int(record["rows"]), a.n_heads, a.n_kv_heads
+    assert a.sinks == 0
+    whole = memory(a.qkv, (m, heads + 2 * kv, d), F32).astype(np.float64)
+    cos, sin = _angles(memory, a, m, variant.rot_dim)
+    rest = (False, a.eps, variant.layout, cos, sin)
+    q = _turned(whole[:, :heads], memory(a.q_norm, (d,), F32) if variant.q_norm else None, *rest)
+    k = _turned(whole[:, heads : heads + kv], memory(a.k_norm, (d,), F32) if variant.k_norm else None, *rest)
+    v = whole[:, heads + kv :]
+    memory(a.k_rows, (m, kv, d), F32)[...] = k
+    memory(a.v_rows, (m, kv, d), F32)[...] = v
+    mirrors = [memory(int(record[base]), (start + m, kv, d), F16) for base in ("k_base", "v_base")]
+    _store_kv(k * a.k_factor, v * a.v_factor, *(mirror[start:] for mirror in mirrors))
+
+    def score(product: np.ndarray) -> np.ndarray:
+        return a.cap * np.tanh(product * a.scale) if variant.capped else product * a.scale
+
+    values = _attend(q, *(mirror.astype(np.float64) for mirror in mirrors), start, a.window, score)
+    memory(a.out, values.shape, F16)[...] = _as_half(values)
+    counters = memory(a.workspace, (a.sums_at,))
+    assert not counters.any(), "the counters of a decode attention are not zero"
+    tasks = a.tiles * kv
+    memory(a.workspace + a.sums_at, (a.states_at + tasks * a.parts * variant.queries * 8 - a.sums_at,))[...] = 0xFF
