@@ -275,7 +275,7 @@ def _let_go(name: str, device: CudaDevice, holder: object) -> None:
 
 def _static_reason(layer: Layer, device: CudaDevice) -> str | None:
     """What the layer's description gives against it: a feature that no kernel has, or parts that do not fit."""
-    reason = decline_reason(layer)
+    reason = decline_reason(device.body.judged(layer))
     if reason is None:
         try:
             check_layer(layer)

@@ -88,6 +88,9 @@ class Body(Protocol):
     def chunk_size(self) -> int:
         """Rows of a step that keep the device busy."""
 
+    def judged(self, layer: Layer) -> Layer:
+        """The layer without what this tier serves beyond the table of `classify.py`."""
+
     def why_not(self, layer: Layer) -> str | None:
         """Why this tier cannot run a layer that others can, in one line; None when it can. From the description."""
 

@@ -37,6 +37,7 @@ def vectors(layer: Layer) -> dict[str, np.ndarray]:
         "v_bias": spec.v_bias,
         "q_norm": spec.q_norm,
         "k_norm": spec.k_norm,
+        "sinks": spec.sinks,
         "inverse_frequencies": inverse_frequencies(layer),
     }
     return {name: vector for name, vector in named.items() if vector is not None}

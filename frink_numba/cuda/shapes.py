@@ -69,6 +69,7 @@ def check_layer(layer: Layer) -> None:
     _check_vector("v_bias", spec.v_bias, keys)
     _check_vector("q_norm", spec.q_norm, spec.head_dim, queries)
     _check_vector("k_norm", spec.k_norm, spec.head_dim, keys)
+    _check_vector("sinks", spec.sinks, spec.n_heads)
     if spec.rope is not None:
         _check_vector("freq_factors", spec.rope.freq_factors, spec.rope.rot_dim // 2)
 

@@ -77,7 +77,7 @@ def load_layers(layers: Sequence[Layer], *, device: int | CudaDevice = 0) -> Res
         raise ShapeError("a stack needs at least one layer")
     opened = open_device(device) if isinstance(device, int) else device
     for number, layer in enumerate(layers):
-        reason = decline_reason(layer)
+        reason = decline_reason(opened.body.judged(layer))
         if reason is not None:
             raise BackendError(f"layer {number} cannot run on the device: {reason}")
         check_layer(layer)

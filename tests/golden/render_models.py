@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from frink_numba.cuda.classify import RULES, decline_reason
+from frink_numba.cuda.tensor.lifts import lifted
 from frink_numba.host.architectures import ARCHITECTURES
 from frink_numba.host.load import load
 from frink_numba.host.pre_tokenizers import SPLITTINGS
@@ -84,8 +85,9 @@ def _device(variants: Iterable[Variant]) -> str:
             path = write(content(variant), Path(folder) / "m.gguf")
             adapters = [write(adapter_content(variant), Path(folder) / "a.gguf")] if variant.adapted else []
             with load(path, adapters=adapters) as model:
-                served |= not any(map(decline_reason, model.layers))
-                for layer in model.layers:
+                layers = [lifted(layer) for layer in model.layers]
+                served |= not any(map(decline_reason, layers))
+                for layer in layers:
                     reasons |= _reasons(layer)
     if not reasons:
         return "yes"

@@ -35,6 +35,9 @@ class SimtBody:
         self.runtime = runtime
         self.launchers = launchers
 
+    def judged(self, layer: Layer) -> Layer:
+        return layer
+
     def why_not(self, layer: Layer) -> str | None:
         return None
 

@@ -19,6 +19,7 @@ from frink_numba.cuda.body import WHOLE, Answer, Ends, KvSource
 from frink_numba.cuda.runtime import Runtime
 from frink_numba.cuda.shapes import LayerShape
 from frink_numba.cuda.tensor.edges import TensorEdges, decline_edges, edges_bytes, upload_edges
+from frink_numba.cuda.tensor.lifts import lifted
 from frink_numba.cuda.tensor.mirror import Mirror, Mirrors
 from frink_numba.cuda.tensor.program import Program
 from frink_numba.cuda.tensor.scratch import ATTENTION_WORKSPACE, STAGED_ROWS, TensorScratch
@@ -53,6 +54,9 @@ class TensorBody:
     def tier(self) -> str:
         tier: str = self.kernels.tier
         return tier
+
+    def judged(self, layer: Layer) -> Layer:
+        return lifted(layer)
 
     def why_not(self, layer: Layer) -> str | None:
         return decline(layer)

@@ -22,6 +22,7 @@ import numpy as np
 from frink_numba.cuda.arena import Layout
 from frink_numba.cuda.shapes import LayerShape
 from frink_numba.cuda.tensor.edges import TensorEdges
+from frink_numba.cuda.tensor.lifts import GATES
 from frink_numba.cuda.tensor.mirror import Mirror
 from frink_numba.cuda.tensor.scratch import ATTENTION_WORKSPACE, TensorScratch, step_bytes
 from frink_numba.cuda.tensor.weights import TensorLayer, qk_norm_form
@@ -212,13 +213,14 @@ class Program:
         self._into_hidden(layer.o, attended, vectors.get("post_attn_norm"), shape, eps)
 
         x = self._normed(self.hidden, shape.hidden, vectors["ffn_norm"], eps, m)
+        gate = GATES[layer.layer.ffn.activation]
         if len(layer.gate_up) == 1:
             gate_up, pitch = layer.gate_up[0], 2 * shape.ffn
-            made.append(self._product(gate_up, x, inner.half, pitch, gate="swiglu", out_scale=inner.scale))
+            made.append(self._product(gate_up, x, inner.half, pitch, gate=gate, out_scale=inner.scale))
         else:
             for weights, name in zip(layer.gate_up, ("gate", "up"), strict=True):
                 made.append(self._product(weights, x, at[name], 4 * shape.ffn))
-            made.append(self._kernels.gated_half("swiglu", m, shape.ffn, at["gate"], at["up"], inner))
+            made.append(self._kernels.gated_half(gate, m, shape.ffn, at["gate"], at["up"], inner))
         self._into_hidden(layer.down, inner, vectors.get("post_ffn_norm"), shape, eps)
 
     def _normed(self, hidden: int, width: int, weight: int, eps: float, m: int) -> HalfRows | NormRows:
@@ -242,6 +244,7 @@ class Program:
         rope = spec.rope
         shape = DecodeShape(
             *_heads(layer.shape),
+            scale=spec.scale,
             rot_dim=0 if rope is None else rope.rot_dim,
             layout=RopeLayout.NORM if rope is None else rope.layout,
             q_norm="q_norm" in vectors,
@@ -261,6 +264,7 @@ class Program:
             q_norm=vectors.get("q_norm", 0),
             k_norm=vectors.get("k_norm", 0),
             eps=layer.layer.norm_eps,
+            sinks=vectors.get("sinks", 0),
             **self._row_targets(layer, rows),
             k_scale=layer.scales[1],
             v_scale=layer.scales[2],
@@ -307,6 +311,8 @@ class Program:
             1,
             maps=self._map_address(maps),
             workspace=self._at["attention_workspace"],
+            scale=spec.scale,
+            sinks=layer.vectors.get("sinks", 0),
             q_scale=layer.scales[0],
             k_scale=layer.scales[1],
             window=spec.window,

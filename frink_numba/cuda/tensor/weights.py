@@ -38,6 +38,7 @@ class Pack:
     column: int = 0
     gated: bool = False
     bias: np.ndarray | None = None  # float32, as long as the rows
+    factor: float = 1.0  # of all results
 
     @property
     def slabs(self) -> int:
@@ -78,7 +79,12 @@ class LayerPacks:
         gate_up: tuple[Pack, ...] = (Pack((expert.gate, expert.up), gated=True),)
         if expert.gate.kind != expert.up.kind:
             gate_up = (Pack((expert.gate,)), Pack((expert.up,)))
-        return cls(tuple(qkv), Pack((spec.o,)), gate_up, Pack((expert.down,)))
+        # x += residual_scale * o(..): in the product, or in the norm's weight where one stands between (`_uploaded`).
+        o, down = (
+            Pack((matrix,), factor=layer.residual_scale if norm is None else 1.0)
+            for matrix, norm in ((spec.o, layer.post_attn_norm), (expert.down, layer.post_ffn_norm))
+        )
+        return cls(tuple(qkv), o, gate_up, down)
 
     def all(self) -> tuple[Pack, ...]:
         return (*self.qkv, self.o, *self.gate_up, self.down)
@@ -151,7 +157,8 @@ def upload_layer(runtime: Runtime, layer: Layer, stream: Any, traffic: Traffic) 
 
     def weights(part: Pack) -> DeviceWeights:
         made = packed[id(part)] = pack(part.matrices, gated=part.gated)
-        data, row_scale, bias, bound = place(made.data), place(made.row_scale), 0, 0.0
+        data, row_scale = place(made.data), place(made.row_scale * np.float32(part.factor))
+        bias, bound = 0, 0.0
         if part.bias is not None:
             filled = np.zeros(SLAB * part.slabs, np.float32)
             filled[: part.bias.size] = part.bias
@@ -182,7 +189,11 @@ def _alike(matrices: Sequence[QuantMatrix]) -> list[list[int]]:
 
 def _uploaded(layer: Layer) -> dict[str, np.ndarray]:
     """The layer's vectors but the biases, which go with their packs."""
-    return {name: vector for name, vector in vectors(layer).items() if name not in _BIASES}
+    named = {name: vector for name, vector in vectors(layer).items() if name not in _BIASES}
+    for name in ("post_attn_norm", "post_ffn_norm"):
+        if name in named:
+            named[name] = named[name] * np.float32(layer.residual_scale)
+    return named
 
 
 def _layout(layer: Layer) -> Layout:
