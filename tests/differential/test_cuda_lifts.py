@@ -1,0 +1,85 @@
+"""What the tensor-core tiers serve beyond the SIMT tier, each lift alone and all of them, against the float64 truth."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from frink_numba.backend import Decline, Serve
+from frink_numba.cuda.backend import CudaBackend
+from frink_numba.cuda.classify import decline_reason
+from frink_numba.cuda.tensor.lifts import lifted
+from frink_numba.layer import Activation, Layer, RopeLayout
+from tests import reference
+from tests.cuda.quantized_layers import quantized_layer
+from tests.differential.gpu import bound_of, device_of, run_twice, step_over
+from tests.random_layers import LayerOptions
+
+_BASE = {"heads": 4, "kv_heads": 2, "head_dim": 64, "hidden": 256, "ffn": 512}
+LIFTS: dict[str, dict] = {
+    "gelu": {"activation": Activation.GEGLU},
+    "scale": {"scale": 0.05},
+    "sinks": {"sinks": True},
+    "residual": {"residual_scale": 0.22},
+    "residual behind post-norms": {"residual_scale": 0.22, "post_norms": True},
+    "all, windowed and capped": {
+        "activation": Activation.GEGLU,
+        "scale": 0.2,
+        "sinks": True,
+        "residual_scale": 1.7,
+        "post_norms": True,
+        "qk_norm": "head",
+        "window": 19,
+        "softcap": 4.0,
+        "layout": RopeLayout.NEOX,
+    },
+}
+
+
+def make(name: str, kinds: tuple[str, ...] = ("Q8_0",)) -> Layer:
+    return quantized_layer(np.random.default_rng(len(name)), LayerOptions(**_BASE, **LIFTS[name]), kinds)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tier", ["mma", "wgmma"])
+@pytest.mark.parametrize("name", LIFTS)
+# 3 and 40 rows run through kernels of their own; kinds that differ between gate and up have no common product
+@pytest.mark.parametrize(("batch", "kinds"), [(3, ("Q8_0",)), (40, ("Q8_0",)), (40, ("Q4_K", "Q6_K", "Q5_K"))])
+def test_a_lift_equals_the_truth(tier: str, name: str, batch: int, kinds: tuple[str, ...]):
+    """R4, R15, R24."""
+    layer, rng = make(name, kinds), np.random.default_rng(batch)
+    hidden = rng.normal(size=(batch, layer.hidden_dim)).astype(np.float32)
+    keys, values = rng.normal(size=(2, 37, 2, 64)).astype(np.float32)
+    step = step_over([layer], hidden, [(keys, values)])
+    backend = CudaBackend([layer], device_of(tier))
+    assert isinstance(backend.can_serve(0, step), Serve)
+    got = run_twice(backend, step)
+    backend.close()
+    for one, want in zip(got, reference.layer(layer, hidden, keys, values), strict=True):
+        assert reference.relative_error(one, want) < bound_of(tier)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LIFTS)
+def test_the_simt_tier_declines_it(name: str):
+    layer = make(name)
+    empty = np.empty((0, 2, 64), np.float32)
+    step = step_over([layer], np.ones((4, layer.hidden_dim), np.float32), [(empty, empty)])
+    answer = CudaBackend([layer], device_of("simt")).can_serve(0, step)
+    assert isinstance(answer, Decline)
+    assert answer.reason == decline_reason(layer)
+
+
+@pytest.mark.parametrize("name", LIFTS)
+def test_a_lift_is_what_stands_against_the_layer(name: str):
+    """The table declines the layer, and nothing else does: each lift is needed, and is enough."""
+    layer = make(name)
+    assert decline_reason(layer) is not None
+    assert decline_reason(lifted(layer)) is None
+
+
+@pytest.mark.parametrize("activation", [Activation.GEGLU_ERF, Activation.REGLU_SQUARED])
+def test_other_activations_are_declined_by_name(activation: Activation):
+    """R4: never approximated by one that is near."""
+    layer = quantized_layer(np.random.default_rng(0), LayerOptions(**_BASE, activation=activation), ("Q8_0",))
+    assert decline_reason(lifted(layer)) == f"the activation {activation.value}"
