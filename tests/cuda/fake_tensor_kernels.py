@@ -73,8 +73,8 @@ def _normed(memory: Memory, x: int, weight: int, m: int, cols: int, eps: float) 
 
 
 def _activated(name: str, gate: np.ndarray) -> np.ndarray:
-    assert name == "swiglu"
-    return gate / (1 + np.exp(-np.clip(gate, -700, None)))
+    z = {"swiglu": gate, "geglu": 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)}[name]
+    return gate / (1 + np.exp(-np.clip(z, -700, None)))
 
 
 def _rows(memory: Memory, out: int, m: int, cols: int, pitch: int, dtype: Any) -> list[np.ndarray]:
@@ -260,9 +260,15 @@ def prepare(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> No
 
 
 def _attend(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, start: int, window: int, score: Callable[[np.ndarray], np.ndarray]
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    start: int,
+    window: int,
+    score: Callable[[np.ndarray], np.ndarray],
+    sinks: np.ndarray | None,
 ) -> np.ndarray:
-    """Weights are powers of two of `score(q . k)`."""
+    """Weights are powers of two of `score(q . k)`; a sink is a logit of each head that has no value."""
     m, heads, _ = q.shape
     i, j = start + np.arange(m)[:, None], np.arange(len(k))
     visible = (j <= i) & ((i - j < window) | (window == 0))
@@ -270,15 +276,17 @@ def _attend(
     for head in range(heads):
         shared = head // (heads // k.shape[1])
         scores = np.where(visible, score(q[:, head] @ k[:, shared].T), -np.inf)
+        if sinks is not None:
+            scores = np.concatenate([scores, np.full((m, 1), sinks[head] * LOG2E)], axis=1)
         likely = np.exp2(scores - scores.max(axis=1, keepdims=True))
-        out[:, head] = (likely / likely.sum(axis=1, keepdims=True)) @ v[:, shared]
+        out[:, head] = (likely / likely.sum(axis=1, keepdims=True))[:, : len(k)] @ v[:, shared]
     return out
 
 
 def attention(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> None:
     record, d = _record(memory, a.table), variant.head_dim
     pitch, start, m = -(-d // 8) * 8, int(record["start_pos"]), int(record["rows"])
-    assert (a.sequences, a.sinks, a.group) == (1, 0, a.n_heads // a.n_kv_heads)
+    assert (a.sequences, a.group) == (1, a.n_heads // a.n_kv_heads)
     bases = [int(record["k_base"]), int(record["v_base"])]
     if not isinstance(variant, MmaLayout):
         assert not memory(a.workspace, (WORKSPACE_BYTES,)).any(), "the attention's counters are not zero"
@@ -294,14 +302,14 @@ def attention(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> 
     def score(product: np.ndarray) -> np.ndarray:
         return a.factor * (np.tanh(product * a.inner / (2 * LOG2E)) if variant.capped else product)
 
-    values = _attend(q, k, v, start, a.window if variant.windowed else 0, score)
+    sinks = memory(a.sinks, (a.n_heads,), F32) if a.sinks else None
+    values = _attend(q, k, v, start, a.window if variant.windowed else 0, score, sinks)
     memory(a.out, values.shape, F16)[...] = _as_half(values)
 
 
 def decode_attention(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> None:
     record, d = _record(memory, a.table), variant.head_dim
     start, m, heads, kv = int(record["start_pos"]), int(record["rows"]), a.n_heads, a.n_kv_heads
-    assert a.sinks == 0
     whole = memory(a.qkv, (m, heads + 2 * kv, d), F32).astype(np.float64)
     cos, sin = _angles(memory, a, m, variant.rot_dim)
     rest = (False, a.eps, variant.layout, cos, sin)
@@ -316,7 +324,9 @@ def decode_attention(memory: Memory, variant: Any, blocks: int, a: SimpleNamespa
     def score(product: np.ndarray) -> np.ndarray:
         return a.cap * np.tanh(product * a.scale) if variant.capped else product * a.scale
 
-    values = _attend(q, *(mirror.astype(np.float64) for mirror in mirrors), start, a.window, score)
+    sinks = memory(a.sinks, (heads,), F32) if a.sinks else None
+    keys, held = (mirror.astype(np.float64) for mirror in mirrors)
+    values = _attend(q, keys, held, start, a.window, score, sinks)
     memory(a.out, values.shape, F16)[...] = _as_half(values)
     counters = memory(a.workspace, (a.sums_at,))
     assert not counters.any(), "the counters of a decode attention are not zero"

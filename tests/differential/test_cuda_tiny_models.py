@@ -32,11 +32,11 @@ def test_logits_are_transformers(name: str, tmp_path):
     """In one go, in chunks, and token by token; layers that the device declines run on the host in between."""
     variant, ids = VARIANTS[name], tokens(VARIANTS[name])
     want = golden_logits(variant)
-    with load(write(content(variant), tmp_path / "m.gguf"), context_length=variant.context) as model:
-        with Decoder(model, "cuda,host") as decoder:
-            whole = decoder.prefill(ids, decoder.new_cache(), logits="all").logits
-            cache = decoder.new_cache()
-            parts = [decoder.prefill(ids[:70], cache, logits="all", chunk_size=13).logits]
-            parts += [decoder.decode(int(token), cache).logits[None] for token in ids[70:]]
+    path = write(content(variant), tmp_path / "m.gguf")
+    with load(path, context_length=variant.context) as model, Decoder(model, "cuda,host") as decoder:
+        whole = decoder.prefill(ids, decoder.new_cache(), logits="all").logits
+        cache = decoder.new_cache()
+        parts = [decoder.prefill(ids[:70], cache, logits="all", chunk_size=13).logits]
+        parts += [decoder.decode(int(token), cache).logits[None] for token in ids[70:]]
     close(whole, want)
     close(np.concatenate(parts), want)

@@ -314,5 +314,5 @@ class _Run:
             return True
         pinned = self._work.pinned
         fits = lease.k.dtype == np.float32 and pinned.owns(lease.k) and pinned.owns(lease.v)
-        mirror.owners = owners if fits and None not in owners else None
+        mirror.owners = owners if fits and all(owner is not None for owner in owners) else None
         return fits
