@@ -18,16 +18,19 @@ from frink_numba import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 RECEIPTS = ROOT / "benchmarks" / "receipts"
+KERNELS = ("gemm", "attention", "decode-kernels")  # figures of single kernels stand on their pages in docs/kernels
 
 
 def figures_table(folder: Path = RECEIPTS) -> str:
-    """One row a figure, receipts in the order of their file names; every cell comes from a receipt."""
+    """One row a figure of whole models, receipts in the order of their file names; every cell comes from a receipt."""
     lines = [
         "| what | figure | p20 to p80 | backend | against | ratio | machine | receipt |",
         "| --- | ---: | ---: | --- | --- | ---: | --- | --- |",
     ]
     for path in sorted(folder.glob("*.json")):
         document = json.loads(path.read_text("utf-8"))
+        if path.stem.startswith(KERNELS):
+            continue
         lines += [_row(row, document["machine"], path.stem) for row in document["rows"]]
     return "\n".join(lines)
 
