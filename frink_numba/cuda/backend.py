@@ -171,6 +171,10 @@ class CudaBackend:
                 self._traffic.add(traffic)
         return Run(answer.hidden, answer.rows, logits=answer.logits)
 
+    def _new_rows_bytes(self, number: int, step: Step) -> int:
+        """Bytes that layer `number`'s K/V rows will take on the device beside those they take now."""
+        return self._admission.mirror(number, step) - self.device.body.mirror_held(step.caches[number])
+
     def _has_room(self, step: Step) -> bool:
         total = step.start_pos + step.batch
         return all(self.device.body.has_room(cache, total) for cache in step.caches)
@@ -197,7 +201,8 @@ class CudaBackend:
             return whole
         held = device.bank.find(edges, self._holder)
         if held is None:
-            if device.held_bytes + device.body.edges_bytes(edges) > device.memory.bytes():
+            rows = sum(self._new_rows_bytes(number, step) for number in range(l, l + length))
+            if device.held_bytes + rows + device.body.edges_bytes(edges) > device.memory.bytes():
                 return whole
             held = device.body.upload_edges(edges, device.workspace.compute, traffic)
             device.bank.add(held, self._holder)
@@ -240,7 +245,7 @@ class CudaBackend:
         scratch = self._admission.scratch(step)
         missing = sum(body.layer_bytes(layer) for layer in layers if bank.find(layer, self._holder) is None)
         for number in range(first, first + len(layers)):
-            missing += self._admission.mirror(number, step) - body.mirror_held(step.caches[number])
+            missing += self._new_rows_bytes(number, step)
         over = bank.nbytes + body.mirrored_bytes + missing + scratch - device.memory.bytes()
         if over > 0:
             before = body.mirrored_bytes

@@ -100,7 +100,9 @@ class Decoder:
         ids = self._checked_tokens(tokens)
         if logits is not None and not (isinstance(logits, str) and logits in ("last", "all")):
             raise SettingError(f"logits={shown(logits)}: expected 'last', 'all' or None")
-        chunk_size = self.chunk_size if chunk_size is None else checked_integer("chunk_size", chunk_size, 1)
+        if chunk_size is None:  # logits of many positions are many bytes at a time
+            chunk_size = min(self.chunk_size, CHUNK_SIZE) if logits == "all" else self.chunk_size
+        chunk_size = checked_integer("chunk_size", chunk_size, 1)
         wanted = self._checked_layers(hidden)
         self._check_cache(cache, len(ids), start)
         output = self._allocate(len(ids), logits, wanted)
