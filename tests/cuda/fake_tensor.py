@@ -55,9 +55,7 @@ class FakeKernel:
 
     def bind(self, blocks: int, *values: float) -> Launch:
         assert blocks >= 1
-        held = {
-            name: _as_type(kind, value, name) for (name, kind), value in zip(self.arguments, values, strict=True)
-        }
+        held = {name: _as_type(kind, value, name) for (name, kind), value in zip(self.arguments, values, strict=True)}
         given, runtime = SimpleNamespace(**held), self.runtime
 
         def launch(handle: int) -> None:

@@ -294,9 +294,7 @@ def attention(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> 
         assert a.maps % 64 == 0
         assert maps[:, 0].tolist() == bases, "the maps are those of other mirrors"
         assert (maps[:, 1] >= start + m).all(), "the mirror is too short"
-    k, v = (
-        memory(base, (start + m, a.n_kv_heads, pitch), F16)[..., :d].astype(np.float64) for base in bases
-    )
+    k, v = (memory(base, (start + m, a.n_kv_heads, pitch), F16)[..., :d].astype(np.float64) for base in bases)
     q = memory(a.q, (m, a.n_heads, pitch), F16)[..., :d].astype(np.float64)
 
     def score(product: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from frink_numba.backend import Step
 from frink_numba.cuda.backend import CudaBackend
+from frink_numba.host.dequantize import dequantize
 from frink_numba.host.kv_cache import KVCache
 from frink_numba.layer import Layer, RopeLayout
 from tests import reference
@@ -29,8 +31,17 @@ BOUND = 4e-3  # two layers
 
 @cache
 def layers(size: str) -> tuple[Layer, ...]:
-    rng = np.random.default_rng(len(size))
-    return tuple(quantized_layer(rng, SIZES[size], KINDS[size]) for _ in range(2))
+    """Norms are set so that scores and gates have the size that a trained model's have."""
+    rng, made = np.random.default_rng(len(size)), []
+    for _ in range(2):
+        layer = quantized_layer(rng, SIZES[size], KINDS[size])
+        q, k, gate = layer.attention.q, layer.attention.k, layer.ffn.experts[0].gate
+        deviations = [float(np.std(dequantize(matrix, 0, 8))) for matrix in (q, k, gate)]
+        width = np.sqrt(layer.hidden_dim)
+        attn_norm = layer.attn_norm * (1.5 / (np.sqrt(deviations[0] * deviations[1]) * width))
+        ffn_norm = layer.ffn_norm * (1.5 / (deviations[2] * width))
+        made.append(replace(layer, attn_norm=attn_norm.astype(np.float32), ffn_norm=ffn_norm.astype(np.float32)))
+    return tuple(made)
 
 
 @cache
@@ -43,7 +54,8 @@ def walked(size: str, tier: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
     for batch in BATCHES:
         hidden = rng.normal(size=(batch, SIZES[size].hidden)).astype(np.float32)
         run = backend.run(0, len(model), Step(model, rows, rows.positions, batch, hidden))
-        assert run is not None and run.hidden is not None
+        assert run is not None
+        assert run.hidden is not None
         rows.push(run.kv_rows)
         hiddens.append(run.hidden.copy())
     backend.close()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from frink_numba.cuda.device import Workspace
 
 _PROGRAMS = 8  # kept
+_MOST_PITCH = 1 << 31  # bytes from row to row of a copy, that the driver takes
 # Of a split product: float32 sums of 128 rows x 256 tokens for each multiprocessor, and flags.
 _SPLIT_SUMS, _SPLIT_FLAGS = 128 * 256 * 4, 1 << 16
 
@@ -267,12 +268,16 @@ class _Run:
         return Answer(answer if ends.hidden else None, rows, logits)
 
     def _fetch(self, targets: Sequence[_Target], address: int) -> None:
-        """The rows of a segment come down: in one copy where the targets lie at equal distances."""
-        nbytes = targets[0].k.nbytes
+        """The rows of a segment come down: in one copy where the targets lie at equal distances in one block."""
+        nbytes, block = targets[0].k.nbytes, targets[0].k.base
         places = [place for target in targets for place in (target.k_address, target.v_address)]
-        alike = all(target.k.nbytes == nbytes == target.v.nbytes for target in targets)
+        alike = all(
+            target.k.nbytes == nbytes == target.v.nbytes and target.k.base is block and target.v.base is block
+            for target in targets
+        )
         pitch = places[1] - places[0]
-        if alike and pitch >= nbytes and places == list(range(places[0], places[0] + pitch * len(places), pitch)):
+        even = nbytes <= pitch < _MOST_PITCH
+        if alike and even and places == list(range(places[0], places[0] + pitch * len(places), pitch)):
             self._traffic.kv_down += nbytes * len(places)
             self._runtime.fetch_strided(targets[0].k, pitch, len(places), address, self._work.downloads)
             return
