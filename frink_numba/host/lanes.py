@@ -51,8 +51,7 @@ Floats, Integers = _Floats("sixteen_floats"), _Integers("sixteen_integers")
 def _operation(result: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any]:
     """Make a generator of LLVM IR, called with the builder and the operands, a function of compiled code.
 
-    Integer operands are brought to the width of their parameter, and a lone float32 where sixteen are expected to
-    sixteen of it.
+    `result` and `parameters` are numba's types; numba brings integers to the width of their parameter.
     """
 
     def make(generate: Callable[..., Any]) -> Any:
