@@ -14,7 +14,9 @@ import pytest
 
 from frink_numba.errors import ShapeError
 from frink_numba.host import thin_products
+from frink_numba.host.decoder import Decoder
 from frink_numba.host.dequantize import dequantize
+from frink_numba.host.load import load
 from frink_numba.host.team import Team
 from frink_numba.host.thin_products import THIN_KINDS, ThinSet, thin_set
 from frink_numba.host.weights import WeightStore
@@ -210,6 +212,21 @@ def test_the_store_multiplies_few_columns_without_float32_weights() -> None:
     assert store.used_bytes == 4 * 200 * 512
     for got in (*few, rows.T, one.T):
         assert relative_error(got, many[:, : got.shape[1]]) < 1e-6
+
+
+def test_decoding_the_real_model_agrees_with_its_prefill(smollm2_path: Path) -> None:
+    """R24: the logits of each step from quantized bytes are those of float32 weights, and no such copy is made."""
+    with load(smollm2_path) as model:
+        decoder = Decoder(model, "host")
+        tokens = model.tokenizer.encode("The capital of France is Paris, and the sky is blue because")
+        cache = decoder.new_cache()
+        steps = [decoder.decode(token, cache).logits for token in tokens]
+        assert model.weights.used_bytes == 0
+        whole = decoder.prefill(tokens, decoder.new_cache(), logits="all").logits
+        assert model.weights.used_bytes > 4e8
+        for step, want in zip(steps, whole, strict=True):
+            assert relative_error(step, want.astype(np.float64)) < 1e-5
+            assert step.argmax() == want.argmax()
 
 
 def python(code: str, **environment: str) -> str:
