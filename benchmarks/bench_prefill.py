@@ -12,6 +12,7 @@ cache to fill and stops before logits.
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -109,13 +110,18 @@ def share_packs() -> None:
     weights.pack = pack  # type: ignore[assignment]
 
 
-def layers_step(shape: Shape, tokens: int, backends: str) -> tuple[Callable[[], None], str, Callable[[], None]]:
-    """(a step over random layers, who serves it, close)."""
+@functools.lru_cache(maxsize=1)
+def opened(shape: Shape, backends: str) -> tuple[list[Layer], Edges, Dispatcher]:
+    """Layers, edges and dispatcher of a shape, for all lengths that are measured one after the other."""
     layers = random_layers(shape)
-    walk = Dispatcher(layers, host=HostBackend, backends=backends)
+    return layers, random_edges(shape), Dispatcher(layers, host=HostBackend, backends=backends)
+
+
+def layers_step(shape: Shape, tokens: int, backends: str) -> tuple[Callable[[], None], str]:
+    """(a step over random layers, who serves it)."""
+    layers, edges, walk = opened(shape, backends)
     cache = KVCache(layers, tokens, allocate=walk.host_bytes)
     cache.reserve(tokens)
-    edges = random_edges(shape)
     ids = np.random.default_rng(1).integers(0, shape.vocabulary, tokens)
 
     def step() -> None:
@@ -129,13 +135,17 @@ def layers_step(shape: Shape, tokens: int, backends: str) -> tuple[Callable[[], 
         return dequantize_rows(edges.embedding, ids)
 
     served = walk.plan(Step(layers, cache, 0, tokens)).rows[0]
-    return step, f"{served.backend}, {served.note}", walk.close
+    return step, f"{served.backend}, {served.note}"
 
 
-def smollm2_step(tokens: int, backends: str) -> tuple[Callable[[], None], str, Callable[[], None]]:
-    """(the real model's prefill, who serves it, close). ModelNotFoundError when the file is not there."""
-    model = load("smollm2-135m")
-    decoder = Decoder(model, backends)
+@functools.lru_cache(maxsize=1)
+def real_smollm2(backends: str) -> Decoder:
+    return Decoder(load("smollm2-135m"), backends)
+
+
+def smollm2_step(tokens: int, backends: str) -> tuple[Callable[[], None], str]:
+    """(the real model's prefill, who serves it). ModelNotFoundError when the file is not there."""
+    decoder = real_smollm2(backends)
     cache = decoder.new_cache()
     ids = np.random.default_rng(1).integers(0, 40000, tokens)
 
@@ -144,18 +154,15 @@ def smollm2_step(tokens: int, backends: str) -> tuple[Callable[[], None], str, C
         decoder.prefill(ids, cache, chunk_size=tokens)
 
     served = decoder.plan(batch=tokens).rows[0]
-    return step, f"{served.backend}, {served.note}", model.close
+    return step, f"{served.backend}, {served.note}"
 
 
-def torch_step(shape: Shape, tokens: int) -> Callable[[], None] | None:
-    """transformers' Llama in bf16 with SDPA, captured in a CUDA graph; None where torch or a GPU is missing."""
-    try:
-        import torch
-        from transformers import LlamaConfig, LlamaModel
-    except ImportError:
-        return None
-    if not torch.cuda.is_available():
-        return None
+@functools.lru_cache(maxsize=1)
+def torch_model(shape: Shape) -> Any:
+    """transformers' Llama of this shape in bf16 on the GPU."""
+    import torch
+    from transformers import LlamaConfig, LlamaModel
+
     config = LlamaConfig(
         hidden_size=shape.hidden,
         intermediate_size=shape.ffn,
@@ -164,7 +171,7 @@ def torch_step(shape: Shape, tokens: int) -> Callable[[], None] | None:
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         vocab_size=shape.vocabulary,
-        max_position_embeddings=max(2048, tokens),
+        max_position_embeddings=8192,
         attn_implementation="sdpa",
     )
     torch.set_grad_enabled(False)
@@ -172,6 +179,19 @@ def torch_step(shape: Shape, tokens: int) -> Callable[[], None] | None:
     with torch.device("cuda"):
         model = LlamaModel(config).eval()
     torch.set_default_dtype(torch.float32)
+    return model
+
+
+def torch_step(shape: Shape, tokens: int) -> Callable[[], None] | None:
+    """The model captured in a CUDA graph; None where torch, transformers or a GPU is missing."""
+    try:
+        import torch
+        import transformers  # noqa: F401
+    except ImportError:
+        return None
+    if not torch.cuda.is_available():
+        return None
+    model = torch_model(shape)
     ids = torch.randint(0, 40000, (1, tokens), device="cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -203,25 +223,24 @@ def seconds(step: Callable[[], None], runs: int) -> list[float]:
 
 
 def measure(name: str, tokens: int, backends: str, runs: int, baseline: bool) -> Row:
-    """One row; baseline and backend do not hold the device at the same time."""
+    """One row; baseline and backend take turns."""
     shape = SHAPES[name]
     more: dict[str, Any] = {}
-    torch_model = torch_step(shape, tokens) if baseline else None
-    if torch_model is not None:
-        times = sorted(seconds(torch_model, runs))
+    replay = torch_step(shape, tokens) if baseline else None
+    if replay is not None:
+        times = sorted(seconds(replay, runs))
         more = {"baseline": "torch bf16 graph", "baseline_value": tokens / times[len(times) // 2]}
-        del torch_model
+        del replay
     case = f"{shape.name} pp{tokens}"
     if name == "smollm2":
         try:
-            step, served, close = smollm2_step(tokens, backends)
+            step, served = smollm2_step(tokens, backends)
         except ModelNotFoundError:
-            step, served, close = layers_step(shape, tokens, backends)
+            step, served = layers_step(shape, tokens, backends)
             case = f"{shape.name.replace('135M', '135M shape')} pp{tokens}"
     else:
-        step, served, close = layers_step(shape, tokens, backends)
+        step, served = layers_step(shape, tokens, backends)
     samples = [tokens / taken for taken in seconds(step, runs)]
-    close()
     backend, _, note = served.partition(", ")
     tier = note.rpartition(", ")[2].removesuffix(" tier") or None
     row = Row.from_samples(case, "tok/s", samples, backend, tier=tier, **more)
