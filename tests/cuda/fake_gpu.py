@@ -144,7 +144,7 @@ class FakeRuntime:
         nbytes = math.prod(shape) * dtype.itemsize
         for block in self.blocks:
             offset = address - block.start
-            if 0 <= offset and offset + nbytes <= block.memory.nbytes:
+            if offset >= 0 and offset + nbytes <= block.memory.nbytes:
                 number = self.issued if self.running is None else self.running
                 assert block.freed_at is None or number < block.freed_at, "device memory was used after it was freed"
                 return block.memory[offset : offset + nbytes].view(dtype).reshape(shape)
