@@ -16,23 +16,18 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.bench_prefill import SHAPES, Shape, random_edges, random_layers, share_packs
+from benchmarks.bench_prefill import SHAPES, Shape, opened, real_smollm2, share_packs
 from frink_numba.backend import Step
-from frink_numba.dispatch import Dispatcher
 from frink_numba.driver import query_driver
 from frink_numba.errors import ModelNotFoundError
-from frink_numba.host.backend import HostBackend
-from frink_numba.host.decoder import Decoder
 from frink_numba.host.dequantize import dequantize_rows
 from frink_numba.host.kv_cache import KVCache
-from frink_numba.host.load import load
 from frink_numba.receipt import Row, cpu_name, receipt, write_receipt
 
 
-def shape_tokens(shape: Shape, prompt: int, backends: str) -> tuple[Callable[[], None], str, Callable[[], None]]:
-    """(a step of one token behind `prompt` others, who serves it, close)."""
-    layers, edges = random_layers(shape), random_edges(shape)
-    walk = Dispatcher(layers, host=HostBackend, backends=backends)
+def shape_tokens(shape: Shape, prompt: int, backends: str) -> tuple[Callable[[], None], str]:
+    """(a step of one token behind `prompt` others, who serves it)."""
+    layers, edges, walk = opened(shape, backends)
     cache = KVCache(layers, prompt + 4096, allocate=walk.host_bytes)
 
     def run(ids: np.ndarray) -> int:
@@ -54,13 +49,12 @@ def shape_tokens(shape: Shape, prompt: int, backends: str) -> tuple[Callable[[],
         token[0] = run(np.array(token))
 
     row = walk.plan(Step(layers, cache, cache.positions, 1)).rows[0]
-    return step, f"{row.backend}, {row.note}", walk.close
+    return step, f"{row.backend}, {row.note}"
 
 
-def smollm2_tokens(prompt: int, backends: str) -> tuple[Callable[[], None], str, Callable[[], None]]:
+def smollm2_tokens(prompt: int, backends: str) -> tuple[Callable[[], None], str]:
     """The same with the real model. ModelNotFoundError when the file is not there."""
-    model = load("smollm2-135m")
-    decoder = Decoder(model, backends)
+    decoder = real_smollm2(backends)
     cache = decoder.new_cache()
     last = [decoder.prefill(np.random.default_rng(1).integers(0, 40000, prompt), cache)]
 
@@ -70,7 +64,7 @@ def smollm2_tokens(prompt: int, backends: str) -> tuple[Callable[[], None], str,
         last[0] = decoder.decode(int(np.argmax(logits)), cache)
 
     row = decoder.plan(batch=1).rows[0]
-    return step, f"{row.backend}, {row.note}", model.close
+    return step, f"{row.backend}, {row.note}"
 
 
 def measure(name: str, prompt: int, backends: str, tokens: int) -> Row:
@@ -79,9 +73,9 @@ def measure(name: str, prompt: int, backends: str, tokens: int) -> Row:
     try:
         if name != "smollm2":
             raise ModelNotFoundError("a shape")
-        step, served, close = smollm2_tokens(prompt, backends)
+        step, served = smollm2_tokens(prompt, backends)
     except ModelNotFoundError:
-        step, served, close = shape_tokens(shape, prompt, backends)
+        step, served = shape_tokens(shape, prompt, backends)
         case = case.replace("135M", "135M shape")
     for _ in range(8):
         step()
@@ -90,7 +84,6 @@ def measure(name: str, prompt: int, backends: str, tokens: int) -> Row:
         start = time.perf_counter()
         step()
         samples.append(1 / (time.perf_counter() - start))
-    close()
     backend, _, note = served.partition(", ")
     tier = note.rpartition(", ")[2].removesuffix(" tier") or None
     row = Row.from_samples(case, "tok/s", samples, backend, tier=tier)

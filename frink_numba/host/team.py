@@ -15,6 +15,7 @@ import ctypes
 import os
 import threading
 from functools import cache
+from types import ModuleType
 
 from frink_numba import settings
 from frink_numba.host.compiled import CompiledFunction, compiled
@@ -93,7 +94,7 @@ def team() -> Team:
     return Team(min(wanted, processors, _MOST))
 
 
-def _kernels():  # type: ignore[no-untyped-def]
+def _kernels() -> ModuleType:
     from frink_numba.host import team_kernels
 
     return team_kernels

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Callable
 from enum import IntEnum
 from functools import cache
 from typing import Any, TypeAlias
@@ -150,7 +151,7 @@ def _address(array: Any) -> int:
 
 @cache
 def _kernel(kind: str, columns: str) -> CompiledFunction:
-    def make():  # type: ignore[no-untyped-def]
+    def make() -> Callable[[int], None]:
         from frink_numba.host import thin_blocks, thin_kernels
 
         kernel = thin_kernels.one_column if columns == "one" else thin_kernels.few_columns
