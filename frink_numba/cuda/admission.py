@@ -73,9 +73,11 @@ class Admission:
         """The layers that the calling thread's last step was promised."""
         return {number for number, admitted in self._walk().admitted.items() if admitted}
 
-    def spare(self) -> int:
-        """Bytes of the budget that would be left if all layers were on the device; at least 0."""
-        return max(0, self._device.memory.bytes() - self.total - self._others())
+    def spare(self, step: Step) -> int:
+        """Bytes of the budget that would be left if all layers and their K/V rows were on the device; at least 0."""
+        body, rows = self._device.body, self._device.body.mirrored_bytes
+        rows += sum(self.mirror(number, step) - body.mirror_held(step.caches[number]) for number in self._bytes)
+        return max(0, self._device.memory.bytes() - self.total - self._others() - rows)
 
     def _others(self) -> int:
         return self._device.bank.bytes_of_others(self._holder)

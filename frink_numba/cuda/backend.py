@@ -261,7 +261,7 @@ class CudaBackend:
             device.runtime.release()
         resident = hold_layers(device, layers, self._holder, traffic, scratch)
         exact = body.scratch(layers).nbytes(step.batch, step.start_pos)
-        return resident, device.workspace.arena.reserve(exact, max(0, self._admission.spare() - exact))
+        return resident, device.workspace.arena.reserve(exact, max(0, self._admission.spare(step) - exact))
 
 
 def _prefix(layer: Layer, cache: LayerCache, start_pos: int) -> Rows:
