@@ -111,7 +111,8 @@ def mirror_rows(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -
 
 
 def _store_kv(k: np.ndarray, v: np.ndarray, k_mirror: np.ndarray, v_mirror: np.ndarray) -> None:
-    """f16 rows; one that f16 cannot hold spoils those who see it and nobody else."""
+    """f16 rows of float32; one that f16 cannot hold spoils those who see it and nobody else."""
+    k, v = k.astype(F32), v.astype(F32)
     held = (np.abs(k).max(axis=-1) < 65520) & (np.abs(v).max(axis=-1) < 65520)
     with np.errstate(over="ignore"):
         k_mirror[...] = np.where(held[..., None], k, np.nan)
