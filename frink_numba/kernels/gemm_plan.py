@@ -15,9 +15,15 @@ from frink_numba.kernels.gemm_kinds import FragmentKind
 # Consumer groups of a block, and the tokens of its tile.
 TILES = {
     1: (16, 32, 64, 96, 128),
-    2: (16, 32, 48, 64, 96, 104, 112, 128, 176, 192, 256),
-    3: (32, 48, 64, 96, 112, 128),
+    2: (16, 32, 64, 104, 128, 176, 192, 256),
+    3: (64, 128),
 }
+# Each tile is a kernel to compile, for each kind and epilogue that meets it. Those beside the common ones serve numbers
+# of tokens that come again, as whole chunks of a prompt do, and must gain something.
+COMMON = {1: (32, 64, 128), 2: (16, 64, 128, 256), 3: (128,)}
+_COMES_AGAIN = 128  # a multiple of it
+_RARE = 1.02
+
 TOKEN_TILES = tuple(sorted({t for tiles in TILES.values() for t in tiles}))
 
 # Nanoseconds on an H200, from timings of every tile and from clocks read inside the kernel. A step of a slab takes the
@@ -95,11 +101,17 @@ def make_plan(
         and (tokens or t) == t
         and (tokens or t < 2 * m or t == tiles[0])
         and (tokens or t > 16 or m <= 32)
+        and (tokens or groups or t in COMMON[g] or m % _COMES_AGAIN == 0)
         # Two blocks share the widest tiles only: smaller ones wait more for each other than they save.
         for c in ([cluster] if cluster else [2, 1] if t == TOKEN_TILES[-1] else [1])
         for plan in layouts(m, rows, cols, kind, multiprocessors, t, c, g)
     ]
-    return min(plans, key=lambda plan: (plan.nanoseconds, plan.cluster, plan.groups, plan.tokens, plan.split_tiles))
+
+    def cost(plan: Plan) -> tuple[float, ...]:
+        rare = 1.0 if plan.tokens in COMMON[plan.groups] else _RARE
+        return (plan.nanoseconds * rare, plan.cluster, plan.groups, plan.tokens, plan.split_tiles)
+
+    return min(plans, key=cost)
 
 
 def layouts(

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS
-from frink_numba.kernels.gemm_plan import TILES, Plan, blocks_on_multiprocessor, layouts, make_plan
+from frink_numba.kernels.gemm_plan import COMMON, TILES, Plan, blocks_on_multiprocessor, layouts, make_plan
 
 Q4 = FRAGMENT_KINDS["Q4_0"]
 TILE = st.sampled_from([(g, t) for g, tiles in TILES.items() for t in tiles])
@@ -79,6 +79,14 @@ def test_small_grids_fill_the_machine() -> None:
     """512 x 3072 x 8192 has 48 tiles of 128 x 256: the probe's weak spot."""
     plan = make_plan(512, 3072, 8192, Q4, 132)
     assert plan.blocks >= 120
+
+
+@pytest.mark.parametrize("m", [33, 100, 300, 500, 777, 1500])
+def test_odd_lengths_share_few_tiles(m: int) -> None:
+    """A prompt's length alone does not ask for another kernel."""
+    for rows, cols in ((3072, 3072), (28672, 4096), (576, 1536)):
+        plan = make_plan(m, rows, cols, Q4, 132)
+        assert plan.tokens in COMMON[plan.groups]
 
 
 def test_forced_tiles_are_taken() -> None:
