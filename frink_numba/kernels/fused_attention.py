@@ -276,30 +276,6 @@ class Prepare:
         shapes = (pitch, shape.n_heads, shape.n_kv_heads, sequences, per_row)
         return self.kernel.bind(m * per_row, *addresses, eps, *scales, *shapes)
 
-    def bind_rows(
-        self,
-        m: int,
-        k_rows: int,
-        v_rows: int,
-        table: int,
-        sequences: int,
-        *,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
-    ) -> Launch:
-        """A launch that only fills mirrors: float32 [M, n_kv_heads, head_dim] each, K as it is in the host's cache.
-
-        Of a Prepare without rotation and norm. For a prefix that the device does not hold yet: a record's rows and
-        start_pos say which positions the rows are.
-        """
-        if self.variant.layout is not None or self.variant.norm:
-            raise ShapeError("rows of the host's cache are stored as they are: prepare without rotation and norm")
-        shape = self.shape
-        addresses = (0, k_rows, v_rows, 0, table, 0, 0, 0, 0, 0, 0)
-        per_row = self._blocks_per_row(m, shape.n_kv_heads)
-        shapes = (4 * shape.head_dim * shape.n_kv_heads, 0, shape.n_kv_heads, sequences, per_row)
-        return self.kernel.bind(m * per_row, *addresses, 0.0, 1.0, 1 / k_scale, 1 / v_scale, *shapes)
-
     def _blocks_per_row(self, m: int, tasks: int) -> int:
         """Few rows are spread over more blocks."""
         if m < 1:

@@ -307,7 +307,7 @@ def build(layout: MmaLayout) -> tuple[Any, Any]:
     load_k, load_v, load_queries = _copy_ops(layout)
     scores, masked_weigh, free_weigh = _step_ops(layout)
     start_sums, limits_of, later, store = _edge_ops(layout)
-    locate, bounds = schedule_ops(layout.rows, layout.keys, layout.windowed)
+    locate, bounds, _ = schedule_ops(layout.rows, layout.keys, layout.windowed)
     arrived = copies_pending(0)
     load_record = instruction("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", "u32x4", "u64")
     load_address = instruction("ld.global.u64 $0, [$1];", "u64", "u64")

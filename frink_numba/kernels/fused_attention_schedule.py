@@ -70,6 +70,14 @@ def key_bounds(
     return [end, free_end, least(e, free_end, free_begin), begin]
 
 
+def step_counts(e: Emitter, bounds: list[Register]) -> list[Register]:
+    """(the last block, then how many blocks follow it with a mask, without one, and with one again)."""
+    end, free_end, free_begin, begin = bounds
+    top = end - 1
+    free_end, free_begin = least(e, top, free_end), least(e, top, free_begin)
+    return [top, top - free_end, free_end - free_begin, free_begin - begin]
+
+
 def row_limits(
     e: Emitter,
     keys: int,
@@ -90,8 +98,11 @@ def row_limits(
 
 
 @functools.cache
-def schedule_ops(rows: int, keys: int, windowed: bool) -> tuple[Any, Any]:
-    """(locate(number, tiles, heads, positions, resident), bounds(first_row, all_rows, start, group, window))."""
+def schedule_ops(rows: int, keys: int, windowed: bool) -> tuple[Any, Any, Any]:
+    """(locate, bounds, counts): `locate_tile`, `key_bounds` and `step_counts` as ops.
+
+    locate(number, tiles, heads, positions, resident); the others (first_row, all_rows, start, group, window).
+    """
 
     @emitted("u32x2", "u32", "u32", "u32", "u32", "u32")
     def locate(
@@ -105,4 +116,11 @@ def schedule_ops(rows: int, keys: int, windowed: bool) -> tuple[Any, Any]:
     ) -> list[Register]:
         return key_bounds(e, rows, keys, first_row, all_rows, start, group, window if windowed else None)
 
-    return locate, bounds
+    @emitted("u32x4", "u32", "u32", "u32", "u32", "u32")
+    def counts(
+        e: Emitter, first_row: Register, all_rows: Register, start: Register, group: Register, window: Register
+    ) -> list[Register]:
+        found = key_bounds(e, rows, keys, first_row, all_rows, start, group, window if windowed else None)
+        return step_counts(e, found)
+
+    return locate, bounds, counts

@@ -101,7 +101,7 @@ def build(layout: Layout) -> tuple[Any, Any]:
     store, load_q = store_op(layout), load_queries(layout)
     load_k, load_v = load_block(layout, layout.k_at, layout.k_full), load_block(layout, layout.v_at, layout.v_full)
     limits, row_inside = row_ops(layout)
-    locate, bounds = schedule_ops(layout.rows, layout.keys, layout.windowed)
+    locate, bounds, counts = schedule_ops(layout.rows, layout.keys, layout.windowed)
     release = release_stage(1)
     few, many = (32, 240) if GROUPS == 2 else (32, 160) if GROUPS == 3 else (56, 240)
     fewer_registers, more_registers = set_registers(few, more=False), set_registers(many, more=True)
@@ -238,41 +238,39 @@ def build(layout: Layout) -> tuple[Any, Any]:
                 if head == u32(END):
                     going = u32(0)
                 else:
-                    block, free_end, _, _ = bounds(first_row, rows, start, group, window)
-                    block = u32(block - u32(1))
+                    block, masked, free, _ = counts(first_row, rows, start, group, window)
                     limit_0, limit_1 = limits(first_row, rows, start, group, block)
                     place = u32(u32(done & u32(Q_STAGES - 1)) * u32(GROUPS) + u32(thread_index() >> u32(7)) - u32(1))
                     mbarrier_wait(base + u32(Q_FULL) + place * u32(8), u32(done >> u32(Q_STAGES >> 1)) & u32(1))
                     queries = u32(base + place * u32(Q_GROUP))
                     carried = first(base, queries, used, limit_0, limit_1, window, inner, factor)
                     used = u32(used + u32(1))
-                    while block > free_end:
-                        block = u32(block - u32(1))
+                    while masked != 0:
+                        masked = u32(masked - u32(1))
                         limit_0 = u32(limit_0 + u32(KEYS))
                         limit_1 = u32(limit_1 + u32(KEYS))
                         carried = masked_step(
                             carried, base, queries, used, limit_0, limit_1, window, inner, factor, n_heads
                         )
                         used = u32(used + u32(1))
-                    # Read again what the loops have no registers for, here and below.
-                    free_begin = u32(0)
+                    # With a window, read again what the loops have no registers for.
                     if WINDOWED:
                         _, first_row, rows, start = read_slot(base + u32(TILES_AT) + u32(done & u32(1)) * u32(32))
-                        _, _, free_begin, _ = bounds(first_row, rows, start, group, window)
-                    while block > free_begin:
-                        block = u32(block - u32(1))
-                        if WINDOWED:
-                            limit_0 = u32(limit_0 + u32(KEYS))
-                            limit_1 = u32(limit_1 + u32(KEYS))
+                        _, _, free, _ = counts(first_row, rows, start, group, window)
+                    unused = u32(0)
+                    while free != 0:
+                        free = u32(free - u32(1))
                         carried = free_step(
-                            carried, base, queries, used, limit_0, limit_1, window, inner, factor, n_heads
+                            carried, base, queries, used, unused, unused, window, inner, factor, n_heads
                         )
                         used = u32(used + u32(1))
                     if WINDOWED:
                         _, first_row, rows, start = read_slot(base + u32(TILES_AT) + u32(done & u32(1)) * u32(32))
-                        _, _, _, begin = bounds(first_row, rows, start, group, window)
-                        while block > begin:
-                            block = u32(block - u32(1))
+                        block, masked, free, left = counts(first_row, rows, start, group, window)
+                        block = u32(block - masked - free)
+                        limit_0, limit_1 = limits(first_row, rows, start, group, block)
+                        while left != 0:
+                            left = u32(left - u32(1))
                             limit_0 = u32(limit_0 + u32(KEYS))
                             limit_1 = u32(limit_1 + u32(KEYS))
                             carried = masked_step(

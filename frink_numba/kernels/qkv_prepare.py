@@ -28,7 +28,7 @@ NORMS = ("", "head", "whole")
 
 ARGUMENTS = (
     # name, type
-    ("q_source", "u64"),  # float32 rows of n_heads * head_dim, `pitch` bytes apart
+    ("q_source", "u64"),  # float32 rows of n_heads * head_dim, `source_pitch` bytes apart
     ("k_source", "u64"),
     ("v_source", "u64"),
     ("q", "u64"),
@@ -44,7 +44,7 @@ ARGUMENTS = (
     ("k_inverse", "f32"),
     ("v_inverse", "f32"),
     ("source_pitch", "u32"),  # bytes from row to row of each source
-    ("n_heads", "u32"),  # 0 where only K and V are stored
+    ("n_heads", "u32"),
     ("n_kv_heads", "u32"),
     ("sequences", "u32"),
     ("blocks_per_row", "u32"),  # 1 for the norm of the whole vector
@@ -317,11 +317,13 @@ def build(variant: QkvPrepare) -> tuple[Any, Any]:
         if WHOLE:
             q_total = f32(0.0)
             k_total = f32(0.0)
-            for task in range(warp, tasks, u32(WARPS)):
+            task = u32(warp)
+            while task < tasks:
                 if task < n_heads:
                     q_total += squares(load(q_source + at + u64(task) * u64(4 * D), lane))
                 else:
-                    k_total += squares(load(k_source + at + u64(u32(task) - n_heads) * u64(4 * D), lane))
+                    k_total += squares(load(k_source + at + u64(u32(task - n_heads)) * u64(4 * D), lane))
+                task = u32(task + u32(WARPS))
             for step in (16, 8, 4, 2, 1):
                 q_total += cuda.shfl_xor_sync(0xFFFFFFFF, q_total, step)
                 k_total += cuda.shfl_xor_sync(0xFFFFFFFF, k_total, step)
@@ -334,11 +336,12 @@ def build(variant: QkvPrepare) -> tuple[Any, Any]:
             for i in range(WARPS):
                 q_total += sums[i]
                 k_total += sums[i + WARPS]
-            q_factor = inverse_root(q_total / f32(max(u32(n_heads * u32(D)), u32(1))) + eps)
+            q_factor = inverse_root(q_total / f32(u32(n_heads * u32(D))) + eps)
             k_factor = inverse_root(k_total / f32(n_kv_heads * u32(D)) + eps)
         # The row's sequence: the record whose rows hold it.
         record = u32(0xFFFFFFFF)
-        for begin in range(u32(0), sequences, u32(32)):
+        begin = u32(0)
+        while begin < sequences:
             mine = u32(begin + lane)
             hit = u32(0)
             if mine < sequences:
@@ -348,6 +351,7 @@ def build(variant: QkvPrepare) -> tuple[Any, Any]:
             found = ballot(hit)
             if found != 0:
                 record = u32(begin + lowest(found))
+            begin = u32(begin + u32(32))
         k_target = u64(0)
         v_target = u64(0)
         if record != u32(0xFFFFFFFF):
@@ -358,8 +362,9 @@ def build(variant: QkvPrepare) -> tuple[Any, Any]:
             v_target = load_address(entry + u64(24)) + place
         cos_row = cos + u64(row) * u64(2 * ROT)
         sin_row = sin + u64(row) * u64(2 * ROT)
-        for task in range(first_task, tasks, stride):
-            if u32(task) < n_heads:
+        task = u32(first_task)
+        while task < tasks:
+            if task < n_heads:
                 values = load(q_source + at + u64(task) * u64(4 * D), lane)
                 weights = u64(q_norm)
                 if HEAD:
@@ -378,7 +383,7 @@ def build(variant: QkvPrepare) -> tuple[Any, Any]:
                 target = q + (u64(row) * u64(n_heads) + u64(task)) * u64(2 * PITCH)
                 store_half(halves, nan(), spoilt, target, lane)
             else:
-                head = u64(u32(task) - n_heads)
+                head = u64(u32(task - n_heads))
                 values = load(k_source + at + head * u64(4 * D), lane)
                 others = load(v_source + at + head * u64(4 * D), lane)
                 weights = u64(k_norm)
@@ -403,6 +408,7 @@ def build(variant: QkvPrepare) -> tuple[Any, Any]:
                 if k_target != 0:
                     store_half(halves, nan(), spoilt, k_target + head * u64(2 * PITCH), lane)
                     store_half(other_halves, f32(0.0), spoilt, v_target + head * u64(2 * PITCH), lane)
+            task = u32(task + stride)
 
     return qkv_prepare, types.void(*(numba_type(spec) for _, spec in ARGUMENTS))
 
