@@ -17,6 +17,7 @@ from frink_numba import driver
 from frink_numba.cuda.device import CudaDevice
 from frink_numba.cuda.tensor.body import TensorBody
 from frink_numba.cuda.tensor.kernels import TensorKernels
+from frink_numba.cuda.tensor.scratch import COUNTERS
 from frink_numba.kernels import (
     decode_attention_kernel,
     fused_attention_mma,
@@ -184,4 +185,6 @@ def tensor_device(
     runtime = FakeRuntime(memory_bytes, schedule, seed)
     info = driver.Device(0, "Fake GPU 0", memory_bytes, CAPABILITIES[tier], MULTIPROCESSORS)
     kernels = FakeTensorKernels(runtime, tier, MULTIPROCESSORS)
-    return CudaDevice(info, runtime, TensorBody(runtime, kernels, MULTIPROCESSORS))
+    body = TensorBody(runtime, kernels, MULTIPROCESSORS)
+    body._workspace_bytes = COUNTERS + MULTIPROCESSORS * 128 * 256 * 4  # as small as it may be: blocks are filled
+    return CudaDevice(info, runtime, body)

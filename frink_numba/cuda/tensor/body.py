@@ -7,6 +7,7 @@ calling thread waits once, at the end (R8). Rows go straight into the host's cac
 from __future__ import annotations
 
 import operator
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +23,7 @@ from frink_numba.cuda.tensor.edges import TensorEdges, decline_edges, edges_byte
 from frink_numba.cuda.tensor.lifts import lifted
 from frink_numba.cuda.tensor.mirror import Mirror, Mirrors
 from frink_numba.cuda.tensor.program import Program
-from frink_numba.cuda.tensor.scratch import ATTENTION_WORKSPACE, STAGED_ROWS, TensorScratch
+from frink_numba.cuda.tensor.scratch import ATTENTION_WORKSPACE, COUNTERS, STAGED_ROWS, TensorScratch
 from frink_numba.cuda.tensor.weights import TensorLayer, decline, layer_bytes, upload_layer
 from frink_numba.cuda.traffic import Traffic
 from frink_numba.layer import Layer
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
 _PROGRAMS = 8  # kept
 _MOST_PITCH = 1 << 31  # bytes from row to row of a copy, that the driver takes
-# Of a split product: float32 sums of 128 rows x 256 tokens for each multiprocessor, and flags.
-_SPLIT_SUMS, _SPLIT_FLAGS = 128 * 256 * 4, 1 << 16
+# Sums of split products: of 128 rows x 256 tokens for each multiprocessor, and of 8 rows of logits cut along K.
+_SPLIT_SUMS, _THIN_SUMS = 128 * 256 * 4, 32 << 20
 
 
 class TensorBody:
@@ -42,10 +43,10 @@ class TensorBody:
     def __init__(self, runtime: Runtime, kernels: Any, multiprocessors: int) -> None:
         self.runtime = runtime
         self.kernels = kernels
-        self._workspace_bytes = multiprocessors * _SPLIT_SUMS + _SPLIT_FLAGS
+        self._workspace_bytes = COUNTERS + max(multiprocessors * _SPLIT_SUMS, _THIN_SUMS)
         self._mirrors = Mirrors(runtime)
         self._programs: OrderedDict[Any, Program] = OrderedDict()
-        self._zeroed: Program | None = None  # that ran last: its counters are known to be zero
+        self._zeroed: weakref.ref[Any] | None = None  # the scratch block whose counters are known to be zero
 
     least_batch = 1
     chunk_size = 2048
@@ -125,12 +126,12 @@ class TensorBody:
                 for layer, source in zip(layers, sources, strict=True)
             ]
             program = self._program(layers, mirrors, batch, self.runtime.address(block), ends)
-            if zeroed is not program:  # the counters of another program lie elsewhere
-                self.runtime.zero(program.workspace, self._workspace_bytes + ATTENTION_WORKSPACE, work.compute)
+            if zeroed is None or zeroed() is not block:
+                self.runtime.zero(program.counters, ATTENTION_WORKSPACE + COUNTERS, work.compute)
             for layer, mirror, source in zip(layers, mirrors, sources, strict=True):
                 self._complete(layer, mirror, source, start_pos, program.staging, work, traffic)
             answer = run.go(program, layers, mirrors, hidden, sources, start_pos, ends)
-            self._zeroed = program
+            self._zeroed = weakref.ref(block)
             return answer
         except BaseException:  # a keyboard interrupt too: memory that the device still writes to must not be reused
             for mirror in mirrors:

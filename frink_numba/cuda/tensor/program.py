@@ -24,7 +24,7 @@ from frink_numba.cuda.shapes import LayerShape
 from frink_numba.cuda.tensor.edges import TensorEdges
 from frink_numba.cuda.tensor.lifts import GATES
 from frink_numba.cuda.tensor.mirror import Mirror
-from frink_numba.cuda.tensor.scratch import ATTENTION_WORKSPACE, TensorScratch, step_bytes
+from frink_numba.cuda.tensor.scratch import ATTENTION_WORKSPACE, COUNTERS, TensorScratch, step_bytes
 from frink_numba.cuda.tensor.weights import TensorLayer, qk_norm_form
 from frink_numba.errors import DeviceError
 from frink_numba.kernels import decode_attention
@@ -32,6 +32,7 @@ from frink_numba.kernels.decode_attention import DecodeShape
 from frink_numba.kernels.fused_attention import SEQUENCE, HeadShape, RopeForm
 from frink_numba.kernels.fused_attention import Mirror as MirrorAddress
 from frink_numba.kernels.gemm import DeviceWeights, HalfRows
+from frink_numba.kernels.gemm_variant import FLAG_BYTES
 from frink_numba.kernels.thin_gemm import MOST_NORM_COLUMNS, NormRows
 from frink_numba.layer import RopeLayout
 
@@ -90,11 +91,9 @@ class Program:
         layout = Layout()
         self._at = {name: base + layout.add(size) for name, size in scratch.parts(m).items()}
         self._workspace = scratch.workspace  # bytes
-        self.hidden, self.step_address, self.workspace = (self._at[name] for name in ("hidden", "step", "workspace"))
-        self.staging = self._at["staging"]
+        self.hidden, self.step_address, self.staging = (self._at[name] for name in ("hidden", "step", "staging"))
+        self.counters = self._at["attention_workspace"]  # and those of all other launches behind them
         self.image = np.zeros(step_bytes(m, len(layers)), np.uint8)
-        self._rooms: dict[Any, int] = {}
-        self._rooms_end = 0
         self._maps: dict[bytes, int] = {}
         self._constants: dict[float, int] = {}
         self._image_end = 0
@@ -258,7 +257,7 @@ class Program:
             self._at["qkv"],
             out.half,
             record,
-            workspace=self._room(attention, attention.workspace),
+            workspace=self._room(attention.counters, attention.workspace),
             cos=cos,
             sin=sin,
             q_norm=vectors.get("q_norm", 0),
@@ -353,28 +352,25 @@ class Program:
         bound: Launch
         if m <= THIN_ROWS:
             thin = kernels.thins.product(weights, m, gate=gate, half=half, norm=isinstance(x, NormRows))
-            room = self._room((thin.variant, thin.plan), thin.workspace)
+            room = self._room(thin.plan.counters, thin.workspace)
             bound = thin.bind(weights, x, out, pitch, workspace=room, add=add, out_scale=out_scale)
             return bound
         product = kernels.gemms.product(weights, m, gate=gate, half=half)
-        if product.workspace > self._workspace:
-            raise DeviceError(f"a product wants a workspace of {product.workspace} bytes")
         maps = self._map_address(product.maps(x, out, pitch))
-        workspace = self._at["workspace"]
+        workspace = self._room(min(FLAG_BYTES, product.workspace), product.workspace)
         bound = product.bind(weights, x, out, pitch, maps=maps, workspace=workspace, add=add, out_scale=out_scale)
         return bound
 
-    def _room(self, owner: Any, nbytes: int) -> int:
-        """A part of the workspace that only launches of `owner`'s form use: their counters must find zeros."""
+    def _room(self, counters: int, nbytes: int) -> int:
+        """Where a workspace of `nbytes` lies that begins with `counters` bytes of counters.
+
+        All lie over each other: the counters, which every launch leaves at zero, before one place, sums from there on.
+        """
         if not nbytes:
             return 0
-        offset = self._rooms.get(owner)
-        if offset is None:
-            offset = self._rooms[owner] = self._rooms_end
-            self._rooms_end += -(-nbytes // 256) * 256
-            if self._rooms_end > self._workspace:
-                raise DeviceError(f"the products of few rows want a workspace of {self._rooms_end} bytes")
-        return self._at["workspace"] + offset
+        if counters > COUNTERS or nbytes - counters > self._workspace - COUNTERS:
+            raise DeviceError(f"a launch wants a workspace of {nbytes} bytes, {counters} of them for counters")
+        return self._at["workspace"] + COUNTERS - counters
 
 
 def _heads(shape: LayerShape) -> tuple[int, int, int]:

@@ -17,6 +17,7 @@ _SEGMENT_BYTES = 4 << 20  # of K/V rows that come down together
 _SEGMENTS = 8  # at most
 
 ATTENTION_WORKSPACE = 1 << 16
+COUNTERS = 1 << 17  # bytes at the beginning of the workspace that are zero between launches
 
 _ATTENTION_MAPS = 4  # of a layer, at most
 
@@ -66,9 +67,9 @@ class TensorScratch:
         """Bytes of every part, by name, in the order they lie in the block."""
         filled = 4 * (-(-batch // 256) * 256)  # scales and norms of rows, as long as the widest tile
         parts = {
-            # First and always as long: the kernels leave zeros there for the next run.
-            "workspace": self.workspace,
+            # First and always as long: the kernels leave zeros there for the next run, as far as COUNTERS.
             "attention_workspace": ATTENTION_WORKSPACE,
+            "workspace": self.workspace,
             "step": step_bytes(batch, self.layers),
             "hidden": 4 * batch * self.hidden,
             "normed": 2 * batch * self.hidden,
