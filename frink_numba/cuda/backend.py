@@ -44,9 +44,7 @@ class _Settled:
 
     caches: weakref.ref[Any]
     batch: int
-    state: tuple[int, int, int, int]  # of the device
-    resident: list[DeviceLayer]
-    block: object
+    state: tuple[int, int, int, int]  # of the device; nothing here keeps its memory
 
     def holds(self, device: CudaDevice, step: Step) -> bool:
         return self.caches() is step.caches and self.batch == step.batch and self.state == device.state
@@ -149,7 +147,8 @@ class CudaBackend:
             with device.working():
                 settled = self._settled
                 if settled is not None and settled.holds(device, step) and self._has_room(step):
-                    resident, block = settled.resident[l : l + length], settled.block
+                    resident = [device.bank.get(layer) for layer in layers]
+                    block = device.workspace.arena.reserve(0, 0)
                 else:
                     resident, block = self._make_room(l, layers, step, traffic)
                 ends = self._ends(l, length, step, traffic)
@@ -161,7 +160,7 @@ class CudaBackend:
                     device.workspace, resident, hidden, sources, step.start_pos, block, traffic, ends
                 )
                 if length == len(self._layers):
-                    self._settle(step, resident, block)
+                    self._settle(step)
         except Exception as error:  # numba, cuda.core and cuda.bindings each have classes of their own
             failure = device.problem or device.failed(error)
             warn_once(f"backend {self.name}: a run failed after it was admitted, others serve its layers: {failure}")
@@ -179,14 +178,14 @@ class CudaBackend:
         total = step.start_pos + step.batch
         return all(self.device.body.has_room(cache, total) for cache in step.caches)
 
-    def _settle(self, step: Step, resident: list[DeviceLayer], block: object) -> None:
+    def _settle(self, step: Step) -> None:
         """Remember that the step ran as a whole."""
         if self._settled is None or not self._settled.holds(self.device, step):
             try:
                 caches = weakref.ref(step.caches)
             except TypeError:  # a plain list of caches
                 return
-            self._settled = _Settled(caches, step.batch, self.device.state, resident, block)
+            self._settled = _Settled(caches, step.batch, self.device.state)
 
     def _ends(self, l: int, length: int, step: Step, traffic: Traffic) -> Ends:  # noqa: E741
         """What the run does beside its layers; under `working()`, when layers and scratch are in place.

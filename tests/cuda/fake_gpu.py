@@ -61,11 +61,8 @@ class _Block:
     """A block of device memory. Freeing waits for the device, so that work queued before may still use it."""
 
     memory: np.ndarray
+    start: int
     freed_at: int | None = None  # the number of the first piece of work that must not use it any more
-
-    @property
-    def start(self) -> int:
-        return self.memory.ctypes.data
 
 
 class FakeRuntime:
@@ -121,7 +118,7 @@ class FakeRuntime:
             raise FakeCudaError(OUT_OF_MEMORY)
         room = np.full(nbytes + 256, 0xFF, np.uint8)  # NaN as float32
         offset = -room.ctypes.data % 256
-        block = _Block(room[offset : offset + nbytes])
+        block = _Block(room[offset : offset + nbytes], room.ctypes.data + offset)
         owner = _Owner(block.memory)
         self.blocks.append(block)
         self.held += nbytes

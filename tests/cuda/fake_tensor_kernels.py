@@ -77,8 +77,10 @@ def _activated(name: str, gate: np.ndarray) -> np.ndarray:
     return gate / (1 + np.exp(-np.clip(z, -700, None)))
 
 
-def _rows(memory: Memory, out: int, m: int, cols: int, pitch: int, dtype: Any) -> list[np.ndarray]:
-    return [memory(out + i * pitch, (cols,), dtype) for i in range(m)]
+def _rows(memory: Memory, out: int, m: int, cols: int, pitch: int, dtype: Any) -> np.ndarray:
+    item = np.dtype(dtype).itemsize
+    span = memory(out, ((m - 1) * pitch // item + cols,), dtype)
+    return np.lib.stride_tricks.as_strided(span, (m, cols), (pitch, item))
 
 
 # --- kernels over rows ---
@@ -157,11 +159,11 @@ def _product(
         power = _power(bound)
         memory(a.out_scale, (m,), F32)[...] = power
         y = _as_half(y / power[:, None])
-    for target, row in zip(_rows(memory, address, m, outputs, pitch, F16 if epilogue.half else F32), y, strict=True):
-        if a.add:
-            target += row.astype(F32)
-        else:
-            target[...] = row
+    target = _rows(memory, address, m, outputs, pitch, F16 if epilogue.half else F32)
+    if a.add:
+        target += y.astype(F32)
+    else:
+        target[...] = y
 
 
 def _half_operand(memory: Memory, x: int, scale: int, m: int, cols: int) -> np.ndarray:

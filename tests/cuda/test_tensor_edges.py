@@ -104,7 +104,7 @@ def test_edges_go_up_once_and_are_shared_by_steps_of_all_sizes():
     for seed, (batch, logits) in enumerate([(12, 1), (1, 1), (12, 12), (1, 1), (1, 0), (3, 2), (12, 1), (1, 1)]):
         step = token_step(LAYERS, cache, batch, logits, seed=seed)
         run = backend.run(0, len(LAYERS), step)
-        hidden, want = expected(step)
+        _, want = expected(step)
         if logits:
             assert reference.relative_error(run.logits, want) < 2 * LIMIT
         else:

@@ -116,6 +116,9 @@ def test_a_failure_at_every_point_of_a_later_step(batch: int):
     """With rows of earlier steps on the device: a failed step leaves no stale row, whatever it had written over."""
     points = calls_of(batch, 1)
     good = CudaBackend(LAYERS, tensor_device())
+    twin = new_cache(good)
+    twin.push(go(good, twin, batch, 5).kv_rows)
+    want = story(good, twin, batch)
     for point, name in enumerate(points):
         backend = CudaBackend(LAYERS, tensor_device(schedule="random", seed=point))
         runtime, cache = backend.device.runtime, new_cache(backend)
@@ -125,9 +128,7 @@ def test_a_failure_at_every_point_of_a_later_step(batch: int):
         before = hidden.copy()
         assert backend.run(0, len(LAYERS), step_over(LAYERS, cache, hidden)) is None, name
         check_untouched(cache, rows, hidden, before)
-        twin = new_cache(good)
-        twin.push(go(good, twin, batch, 5).kv_rows)
-        for got, expected in zip(story(backend, cache, batch), story(good, twin, batch), strict=True):
+        for got, expected in zip(story(backend, cache, batch), want, strict=True):
             assert_equal(got, expected, f"after failure {point}: {name}")
 
 
@@ -148,6 +149,10 @@ def test_a_failure_while_others_rows_are_pushed():
 
 def test_an_interrupt_waits_for_the_device_and_leaves_no_stale_row():
     """Memory that the device still writes to is not handed out again; the next step is right."""
+    good = CudaBackend(LAYERS, tensor_device())
+    twin = new_cache(good)
+    twin.push(go(good, twin, 10, 5).kv_rows)
+    want = story(good, twin, 10)
     for point in range(0, len(calls_of(10, 1)), 3):
         backend = CudaBackend(LAYERS, tensor_device())
         runtime, cache = backend.device.runtime, new_cache(backend)
@@ -156,8 +161,5 @@ def test_an_interrupt_waits_for_the_device_and_leaves_no_stale_row():
         with pytest.raises(KeyboardInterrupt):
             go(backend, cache, 10)
         assert not any(stream.queue for stream in runtime.streams)
-        good = CudaBackend(LAYERS, tensor_device())
-        twin = new_cache(good)
-        twin.push(go(good, twin, 10, 5).kv_rows)
-        for got, expected in zip(story(backend, cache, 10), story(good, twin, 10), strict=True):
+        for got, expected in zip(story(backend, cache, 10), want, strict=True):
             assert_equal(got, expected, f"after {point}")
