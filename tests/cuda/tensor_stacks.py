@@ -11,7 +11,7 @@ import numpy as np
 from frink_numba.backend import Step
 from frink_numba.cuda.backend import CudaBackend
 from frink_numba.host.kv_cache import KVCache
-from frink_numba.layer import Layer, RopeLayout
+from frink_numba.layer import Activation, Layer, RopeLayout
 from tests import reference
 from tests.cuda.quantized_layers import quantized_layer
 from tests.random_layers import LayerOptions
@@ -36,6 +36,14 @@ OPTIONS = (
     ),
     (LayerOptions(layout=RopeLayout.NEOX, theta=500.0, heads=2, kv_heads=2, head_dim=80, ffn=96, window=1), ["F16"]),
     (LayerOptions(heads=8, kv_heads=2, head_dim=20, ffn=64, partial=True, softcap=3.0, window=5), ["Q8_0", "Q4_1"]),
+    (
+        LayerOptions(head_dim=32, ffn=96, activation=Activation.GEGLU, sinks=True, scale=0.11, residual_scale=0.7),
+        ["Q8_0"],
+    ),
+    (
+        LayerOptions(activation=Activation.GEGLU, sinks=True, post_norms=True, residual_scale=1.5, window=4, ffn=64),
+        ["F16", "Q8_0", "Q8_0", "Q4_0", "Q8_0", "F16"],
+    ),
 )
 
 
