@@ -11,7 +11,9 @@ from frink_numba.backend import Decline, Serve
 from frink_numba.cuda.backend import CudaBackend
 from frink_numba.cuda.stack import launch_prefill_dense_stack, load_layers
 from frink_numba.cuda.tensor import scratch
+from frink_numba.cuda.tensor.program import Program
 from frink_numba.cuda.tensor.weights import _scales
+from frink_numba.cuda.traffic import Traffic
 from frink_numba.errors import BackendError
 from frink_numba.host.kv_cache import KVCache
 from frink_numba.kernels.gemm_pack import pack
@@ -321,3 +323,23 @@ def test_layers_that_differ_in_all_ways_fit_into_one_step():
     x = run_of(backend, step)
     assert np.isfinite(x[0]).all()
     assert x[0].shape == (9, HIDDEN)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_long_step_describes_a_scale_a_layer(tier: str):
+    """Eight layers with eight scales of V, 2048 rows: the constants of rows fit beside maps, positions and tokens."""
+    kinds = [(LayerOptions(head_dim=32, ffn=64, bias=True), ["F32"])] * 8
+    layers = [
+        _with(layer, v_bias=(layer.attention.v_bias * np.float32(4.0**power)).astype(np.float32))
+        for power, layer in enumerate(unlike_layers(6, kinds), start=9)
+    ]
+    device, traffic = tensor_device(tier), Traffic()
+    body = device.body
+    with device.working():
+        stream = device.workspace.compute
+        uploaded = [body.upload(layer, stream, traffic) for layer in layers]
+        caches = cache_of(layers, 0)
+        mirrors = [body._mirrors.get(x.shape, cache, 2048, stream) for x, cache in zip(uploaded, caches, strict=True)]
+    assert len({x.scales[2] for x in uploaded}) == 8
+    program = Program(body.kernels, body.scratch(layers), uploaded, mirrors, 2048, 1 << 20)
+    assert program.image.nbytes <= scratch.step_bytes(2048, 8)

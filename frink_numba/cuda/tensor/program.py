@@ -130,6 +130,7 @@ class Program:
             assert edges is not None  # logits are wanted
             self.heads.append(Head(first, min(first + edges.rows, logits)))
             self._head(edges, m - logits, self.heads[-1])
+        self.image = self.image[: self._image_end]
 
     def step(self, start_pos: int, tokens: np.ndarray | None = None) -> np.ndarray:
         """The image for a step from `start_pos` on, over `tokens` [m] where the program begins with them."""

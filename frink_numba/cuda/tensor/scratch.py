@@ -103,10 +103,11 @@ class TensorScratch:
 
 
 def step_bytes(batch: int, layers: int) -> int:
-    """Bytes of what goes up with a step: tensor maps, a sequence record a layer, positions, tokens, scales of rows.
+    """Most bytes of what goes up with a step: tensor maps, a sequence record a layer, positions, tokens, scales of rows.
 
-    A layer has up to seven products with two maps each; layers of one form share them, and more than eight forms in
-    one model are not known.
+    A layer has up to seven products with two maps each, and a scale of V; layers of one form share them, and more than
+    eight forms in one model are not known.
     """
-    maps = MAP_BYTES * (2 * 7 * min(layers, 8) + _ATTENTION_MAPS * layers)
-    return maps + SEQUENCE.itemsize * layers + 2 * 4 * batch + 4 * (-(-batch // 256) * 256) + 1024
+    forms = min(layers, 8)
+    maps = MAP_BYTES * (2 * 7 * forms + _ATTENTION_MAPS * layers)
+    return maps + SEQUENCE.itemsize * layers + 2 * 4 * batch + forms * 4 * (-(-batch // 256) * 256) + 1024
