@@ -210,15 +210,16 @@ def test_a_fresh_cache_at_the_same_address():
     device = tensor_device()
     backend = CudaBackend(LAYERS, device)
     seen, met = set(), False
-    for seed in range(8):
+    for seed in range(100):
         cache = new_cache(backend, pinned=False)
         cache.push(random_rows(LAYERS, 9, seed=seed))
         met = met or any(id(layer) in seen for layer in cache)
         seen |= {id(layer) for layer in cache}
         assert checked_step(backend, LAYERS, cache, 3, seed)[1] == 9 * row_bytes(LAYERS)
         del cache
-        gc.collect()
         assert device.body.mirrored_bytes == 0
+        if met and seed > 3:
+            break
     assert met, "no address was used twice: the test shows nothing"
 
 

@@ -103,7 +103,7 @@ class TensorScratch:
 
 
 def step_bytes(batch: int, layers: int) -> int:
-    """Most bytes of what goes up with a step: tensor maps, a sequence record a layer, positions, tokens, scales of rows.
+    """Most bytes of what goes up with a step: maps, a sequence record a layer, positions, tokens, scales of rows.
 
     A layer has up to seven products with two maps each, and a scale of V; layers of one form share them, and more than
     eight forms in one model are not known.
