@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -37,7 +39,16 @@ LIFTS: dict[str, dict] = {
 
 
 def make(name: str, kinds: tuple[str, ...] = ("Q8_0",)) -> Layer:
-    return quantized_layer(np.random.default_rng(len(name)), LayerOptions(**_BASE, **LIFTS[name]), kinds)
+    """Norms are set so that scores and gates have the size that a trained model's have, whatever their scale."""
+    layer = quantized_layer(np.random.default_rng(len(name)), LayerOptions(**_BASE, **LIFTS[name]), kinds)
+    spec, gate = layer.attention, layer.ffn.experts[0].gate
+    deviations = [float(np.std(reference.weights(matrix))) for matrix in (spec.q, spec.k, gate)]
+    width, sharpness = np.sqrt(layer.hidden_dim), 1.0
+    if spec.scale is not None:
+        sharpness /= np.sqrt(spec.scale * np.sqrt(spec.head_dim))
+    attn_norm = layer.attn_norm * (sharpness / (np.sqrt(deviations[0] * deviations[1]) * width))
+    ffn_norm = layer.ffn_norm * (1.5 / (deviations[2] * width))
+    return replace(layer, attn_norm=attn_norm.astype(np.float32), ffn_norm=ffn_norm.astype(np.float32))
 
 
 @pytest.mark.gpu

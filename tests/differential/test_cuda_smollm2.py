@@ -74,11 +74,11 @@ def check_close(got: np.ndarray, want: np.ndarray) -> None:
 
 
 def test_every_layer_runs_on_the_device(device: Decoder):
-    """All 30 layers in one run; a decode step of one row goes to the host (R2)."""
+    """All 30 layers in one run; a step of one row too where there are kernels for it, else it goes to the host (R2)."""
     plan = device.plan(batch=512)
     assert [(row.layers, row.backend) for row in plan.rows] == [("0-29", "cuda")]
     assert "tier" in plan.rows[0].note
-    assert device.plan(batch=1).backend_of(0) == "host"
+    assert device.plan(batch=1).backend_of(0) == ("host" if open_device(0).tier == "simt" else "cuda")
 
 
 @pytest.mark.parametrize("n", [4, 5, 63, 512, 3000])
@@ -131,6 +131,8 @@ def test_weights_went_up_once(device: Decoder):
     after = backend.stats
     assert after.weights_up == before.weights_up > 50_000_000
     assert after.runs == before.runs + 1
-    assert after.hidden_up - before.hidden_up == 64 * 576 * 4
+    ends = open_device(0).tier != "simt"  # tokens go up and logits come down, and no hidden batch travels
+    assert after.hidden_up - before.hidden_up == (0 if ends else 64 * 576 * 4)
+    assert after.logits_down - before.logits_down == (49152 * 4 if ends else 0)
     assert after.kv_down - before.kv_down == 30 * 2 * 64 * 192 * 4
     assert after.prefix_up == before.prefix_up
