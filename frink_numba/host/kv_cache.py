@@ -171,11 +171,15 @@ class LayerKV:
             if rows.dtype not in _DTYPES:
                 raise CacheError(f"layer {self.index}: K/V rows must be float32 or float16, not {rows.dtype}")
 
+    def wrote(self, k: np.ndarray, v: np.ndarray) -> bool:
+        """Whether these are the tail itself, whose rows were written in place."""
+        lent = self._lent
+        return lent is not None and k is lent.k and v is lent.v and lent.first == self.rows
+
     def write_tail(self, k: np.ndarray, v: np.ndarray) -> None:
         """Copy rows [n, heads, width] behind the last ones, uncounted. CacheError when float16 cannot hold a value."""
-        lent = self._lent
-        if lent is not None and k is lent.k and v is lent.v and lent.first == self.rows:
-            return  # the tail itself: its rows were written in place
+        if self.wrote(k, v):
+            return
         tail_k, tail_v = self.tail(k.shape[0])
         store_rows(k, tail_k, self.index)
         store_rows(v, tail_v, self.index)
@@ -305,11 +309,12 @@ class KVCache(Sequence[LayerKV]):
             return
         n = rows[0][0].shape[0]
         self._shared.check_room(n)
-        for layer, (k, v) in zip(self._layers, rows, strict=True):
-            layer.check_rows(k, v, n)
-        self.reserve(n)
-        for layer, (k, v) in zip(self._layers, rows, strict=True):
-            layer.write_tail(k, v)
+        if not all(layer.wrote(k, v) and k.shape[0] == n for layer, (k, v) in zip(self._layers, rows, strict=True)):
+            for layer, (k, v) in zip(self._layers, rows, strict=True):
+                layer.check_rows(k, v, n)
+            self.reserve(n)
+            for layer, (k, v) in zip(self._layers, rows, strict=True):
+                layer.write_tail(k, v)
         self._shared.positions += n  # until here nothing that was written counts
         for layer in self._layers:
             layer.pushed()

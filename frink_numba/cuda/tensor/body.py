@@ -224,13 +224,9 @@ class _Run:
         shape = (program.rows, layers[0].shape.hidden)
         image = lend(program.image.nbytes)
         np.copyto(image, program.step(start_pos, ends.tokens))
-        targets = self._targets(layers, mirrors, sources, program.rows)
         answer = logits = None
         if ends.hidden or hidden is not None:
             answer = Carver(lend(float_bytes(shape[0] * shape[1]))).array(shape)
-        if ends.logits:
-            vocabulary = ends.edges.output.rows
-            logits = Carver(lend(float_bytes(ends.logits * vocabulary))).array((ends.logits, vocabulary))
 
         runtime.send(program.step_address, image, stream)
         if hidden is not None:
@@ -239,6 +235,7 @@ class _Run:
                 hidden = answer
             runtime.send(program.hidden, _there(hidden), stream)
             traffic.hidden_up += _there(hidden).nbytes
+        targets: list[_Target] = []
         for number, segment in enumerate(program.segments):
             slot = number % 2
             if number >= 2:  # the rows of the segment that was here before must be down
@@ -246,6 +243,11 @@ class _Run:
             if segment.replay is None:
                 segment.replay = runtime.graph(stream, segment.launches)
             segment.replay()
+            if not number:  # while the device is at work
+                targets = self._targets(layers, mirrors, sources, program.rows)
+                if ends.logits:
+                    vocabulary = ends.edges.output.rows
+                    logits = Carver(lend(float_bytes(ends.logits * vocabulary))).array((ends.logits, vocabulary))
             runtime.record(work.rows_ready[slot], stream)
             runtime.wait(work.rows_ready[slot], work.downloads)
             self._fetch(targets[segment.first : segment.last], segment.rows)
