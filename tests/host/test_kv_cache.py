@@ -240,12 +240,16 @@ def test_out_of_memory_leaves_every_layer_as_it_was(
         return real(*arguments, **named)  # type: ignore[call-overload, no-any-return]
 
     rows = draw(cache, 40, 1)
+
+    def grow() -> None:
+        cache[0].lend(40)
+        cache[1].lend(40)
+        cache.push(rows)  # the third layer
+
     with monkeypatch.context() as patch:
         patch.setattr(module.np, "empty", failing)
         with pytest.raises(MemoryError):
-            cache[0].lend(40)
-            cache[1].lend(40)
-            cache.push(rows)  # the third layer
+            grow()
     assert calls == fails_at
     assert same(before, snapshot(cache))
     cache.push(rows)
