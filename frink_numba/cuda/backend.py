@@ -44,10 +44,13 @@ class _Settled:
 
     caches: weakref.ref[Any]
     batch: int
+    positions: int  # for which the caches' K/V rows have room on the device
     state: tuple[int, int, int, int]  # of the device; nothing here keeps its memory
 
     def holds(self, device: CudaDevice, step: Step) -> bool:
-        return self.caches() is step.caches and self.batch == step.batch and self.state == device.state
+        if self.caches() is not step.caches or self.batch != step.batch:
+            return False
+        return step.start_pos + step.batch <= self.positions and self.state == device.state
 
 
 class CudaBackend:
@@ -115,10 +118,9 @@ class CudaBackend:
         settled = self._settled
         if settled is None or self.device.problem is not None or not settled.holds(self.device, step):
             return None
-        start, total = step.start_pos, step.start_pos + step.batch
-        body = self.device.body
+        start = step.start_pos
         for cache in step.caches:
-            if cache.positions != start or cache.rows != start or not body.has_room(cache, total):
+            if cache.positions != start or cache.rows != start:
                 return None
         return self._serve if all(map(operator.is_, step.layers, self._layers)) else None
 
@@ -146,7 +148,7 @@ class CudaBackend:
         try:
             with device.working():
                 settled = self._settled
-                if settled is not None and settled.holds(device, step) and self._has_room(step):
+                if settled is not None and settled.holds(device, step):
                     resident = [device.bank.get(layer) for layer in layers]
                     block = device.workspace.arena.reserve(0, 0)
                 else:
@@ -174,10 +176,6 @@ class CudaBackend:
         """Bytes that layer `number`'s K/V rows will take on the device beside those they take now."""
         return self._admission.mirror(number, step) - self.device.body.mirror_held(step.caches[number])
 
-    def _has_room(self, step: Step) -> bool:
-        total = step.start_pos + step.batch
-        return all(self.device.body.has_room(cache, total) for cache in step.caches)
-
     def _settle(self, step: Step) -> None:
         """Remember that the step ran as a whole."""
         if self._settled is None or not self._settled.holds(self.device, step):
@@ -185,7 +183,8 @@ class CudaBackend:
                 caches = weakref.ref(step.caches)
             except TypeError:  # a plain list of caches
                 return
-            self._settled = _Settled(caches, step.batch, self.device.state)
+            room = min(self.device.body.room(cache) for cache in step.caches)
+            self._settled = _Settled(caches, step.batch, room, self.device.state)
 
     def _ends(self, l: int, length: int, step: Step, traffic: Traffic) -> Ends:  # noqa: E741
         """What the run does beside its layers; under `working()`, when layers and scratch are in place.

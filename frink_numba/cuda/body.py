@@ -107,8 +107,8 @@ class Body(Protocol):
     def mirrors_rows(self) -> bool:
         """Whether K/V rows stay on the device, so that a run need not look at all those before it."""
 
-    def has_room(self, cache: Any, positions: int) -> bool:
-        """Whether this cache's rows of so many positions fit into the device memory they have."""
+    def room(self, cache: Any) -> int:
+        """Positions whose K/V rows fit into the device memory that this cache has."""
 
     def mirror_held(self, cache: Any) -> int:
         """Bytes of device memory that this cache's rows take now."""

@@ -50,8 +50,8 @@ class SimtBody:
     def mirror_bytes(self, layer: Layer, cache: Any, positions: int) -> int:
         return 0
 
-    def has_room(self, cache: Any, positions: int) -> bool:
-        return False  # the scratch grows with the positions
+    def room(self, cache: Any) -> int:
+        return 0  # the scratch grows with the positions
 
     def mirror_held(self, cache: Any) -> int:
         return 0

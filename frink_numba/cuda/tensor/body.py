@@ -72,8 +72,8 @@ class TensorBody:
     def mirror_bytes(self, layer: Layer, cache: Any, positions: int) -> int:
         return self._mirrors.needed(LayerShape.of(layer), cache, positions)
 
-    def has_room(self, cache: Any, positions: int) -> bool:
-        return self._mirrors.has_room(cache, positions)
+    def room(self, cache: Any) -> int:
+        return self._mirrors.room(cache)
 
     def mirror_held(self, cache: Any) -> int:
         return self._mirrors.held(cache)

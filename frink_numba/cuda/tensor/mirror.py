@@ -68,9 +68,9 @@ class Mirrors:
         mirror = self._find(cache)
         return mirror.nbytes if mirror is not None else 0
 
-    def has_room(self, cache: Any, positions: int) -> bool:
+    def room(self, cache: Any) -> int:
         mirror = self._find(cache)
-        return mirror is not None and mirror.capacity >= positions
+        return mirror.capacity if mirror is not None else 0
 
     def needed(self, shape: LayerShape, cache: Any, positions: int) -> int:
         """Bytes that the mirror of `positions` positions takes: what it has, if that is enough."""
@@ -97,7 +97,12 @@ class Mirrors:
             made.rows, made.version, made.lease = mirror.rows, mirror.version, mirror.lease
             # The old block stays until the device has copied it: freeing waits for the device.
         key, held = id(cache), self._held
-        made.reference = weakref.ref(cache, lambda _: held.pop(key, None))
+
+        def gone(_: object) -> None:
+            held.pop(key, None)
+            self.changes += 1
+
+        made.reference = weakref.ref(cache, gone)
         held[key] = made
         self.changes += 1
         return made
