@@ -87,14 +87,21 @@ def test_facts_of_smollm2(smollm2: Tokenizer) -> None:
 
 
 def test_construction_is_fast(smollm2_path: Path) -> None:
-    """Metadata decoding included, the best of five, in seconds of the processor: under 0.3 s."""
-    seconds = []
+    """Metadata decoding included, the best of five: no longer than it takes to sort 1.2 million numbers, about 0.3 s.
+
+    Both are timed in turns, so that a slow or shared machine slows both.
+    """
+    numbers = np.random.default_rng(0).random(1_200_000).tolist()
+    seconds, sorting = [], []
     for _ in range(5):
         with GgufFile.open(smollm2_path) as file:
             start = time.process_time()
             Tokenizer.from_metadata(file.metadata)
             seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.3
+        start = time.process_time()
+        sorted(numbers)
+        sorting.append(time.process_time() - start)
+    assert min(seconds) < min(sorting)
 
 
 def test_threads_share_a_tokenizer(smollm2: Tokenizer) -> None:
