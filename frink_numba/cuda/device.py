@@ -35,7 +35,7 @@ class Workspace:
         self.uploads = runtime.stream()
         # Per slot of K/V rows: its own rows are computed, are down, its prefix is up, its attention is done.
         self.rows_ready, self.rows_down, self.prefix_up, self.attended = (
-            [runtime.event() for _ in range(3)] for _ in range(4)
+            [runtime.event() for _ in range(2)] for _ in range(4)
         )
         self.arena = Arena(runtime)
         self.pinned = PinnedPool(runtime)

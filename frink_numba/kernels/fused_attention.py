@@ -97,7 +97,12 @@ class HeadShape:
     @property
     def pitch(self) -> int:
         """Elements from head to head in q and in the mirrors: what the copy engine can address."""
-        return -(-self.head_dim // 8) * 8
+        return head_pitch(self.head_dim)
+
+
+def head_pitch(head_dim: int) -> int:
+    """Elements from head to head in q and in the mirrors: `head_dim`, rounded up to 8."""
+    return -(-head_dim // 8) * 8
 
 
 def why_not(n_heads: int, n_kv_heads: int, head_dim: int) -> str | None:

@@ -26,6 +26,7 @@ from frink_numba.cuda.tensor.program import Program
 from frink_numba.cuda.tensor.scratch import ATTENTION_WORKSPACE, COUNTERS, STAGED_ROWS, TensorScratch
 from frink_numba.cuda.tensor.weights import TensorLayer, decline, layer_bytes, upload_layer
 from frink_numba.cuda.traffic import Traffic
+from frink_numba.kernels.fused_attention import head_pitch
 from frink_numba.layer import Layer
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ class TensorBody:
         if known == start_pos:
             return
         shape = layer.shape
-        width, pitch = shape.kv_width, -(-shape.head_dim // 8) * 8
+        width, pitch = shape.kv_width, head_pitch(shape.head_dim)
         stream, handle = work.compute, self.runtime.handle(work.compute)
         for first in range(known, start_pos, STAGED_ROWS):
             last = min(start_pos, first + STAGED_ROWS)

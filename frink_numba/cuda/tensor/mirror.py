@@ -19,6 +19,7 @@ from typing import Any
 
 from frink_numba.cuda.runtime import Runtime
 from frink_numba.cuda.shapes import LayerShape
+from frink_numba.kernels.fused_attention import head_pitch
 
 _GRANULE = 256  # positions
 
@@ -129,4 +130,4 @@ def _capacity(old: Mirror | None, positions: int) -> int:
 
 
 def _nbytes(shape: LayerShape, capacity: int) -> int:
-    return 2 * 2 * capacity * shape.n_kv_heads * (-(-shape.head_dim // 8) * 8)
+    return 2 * 2 * capacity * shape.n_kv_heads * head_pitch(shape.head_dim)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from frink_numba.cuda.arena import Layout
 from frink_numba.cuda.parts import rope_key
 from frink_numba.cuda.shapes import LayerShape
-from frink_numba.kernels.fused_attention import SEQUENCE
+from frink_numba.kernels.fused_attention import SEQUENCE, head_pitch
 from frink_numba.kernels.tma import MAP_BYTES
 from frink_numba.layer import Layer
 
@@ -47,7 +47,7 @@ class TensorScratch:
             layers=len(layers),
             hidden=max(shape.hidden for shape in shapes),
             query_width=max(shape.query_width for shape in shapes),
-            padded_query_width=max(shape.n_heads * (-(-shape.head_dim // 8) * 8) for shape in shapes),
+            padded_query_width=max(shape.n_heads * head_pitch(shape.head_dim) for shape in shapes),
             kv_width=max(shape.kv_width for shape in shapes),
             ffn=max(shape.ffn for shape in shapes),
             rope_pairs=max(shape.rope_pairs for shape in shapes),
