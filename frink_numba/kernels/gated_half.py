@@ -25,7 +25,7 @@ def build(gate_name: str, threads: int, overlap: bool) -> tuple[Any, Any]:
     """The kernel for numba, and its signature. `gate_name` as in gemm_epilogue. Grid: one block of `threads` a row."""
     from numba import cuda, types
 
-    from frink_numba.kernels.gemm_store import activate
+    from frink_numba.kernels.gates import activate
     from frink_numba.kernels.instructions import launch_dependents, wait_for_predecessors
     from frink_numba.kernels.ptx import Emitter, Register, emitted, numba_type, shared_address
     from frink_numba.kernels.row_operations import (

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 CHUNK = 32  # the most tokens staged at a time
 
-GATES = ("", "swiglu", "geglu")
+GATES = ("", "swiglu", "geglu", "geglu_erf")  # `gates.py` computes them; of each, |act(g)| <= |g|
 
 
 def chunk_tokens(tokens: int) -> int:
@@ -24,7 +24,7 @@ def chunk_tokens(tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """gate: "", "swiglu" or "geglu" (tanh form); half: f16 result with a power of two per token, else float32."""
+    """gate: one of GATES, "" for none; half: f16 result with a power of two per token, else float32."""
 
     gate: str = ""
     half: bool = False

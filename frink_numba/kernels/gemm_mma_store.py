@@ -20,7 +20,8 @@ def first_group(gemm: MmaGemm, warp: Any) -> Any:
 @functools.cache
 def store_tile(gemm: MmaGemm) -> Any:
     """store(acc, warp, lane, slab, token, arguments...): the epilogue, with every bound checked."""
-    from frink_numba.kernels.gemm_store import activate, out_scales
+    from frink_numba.kernels.gates import activate
+    from frink_numba.kernels.gemm_store import out_scales
     from frink_numba.kernels.ptx import Emitter, Register, emitted
 
     epilogue, halves, groups = gemm.epilogue, gemm.token_halves, gemm.row_groups

@@ -12,16 +12,9 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from frink_numba.kernels.gates import activate
 from frink_numba.kernels.gemm_epilogue import Epilogue
 from frink_numba.kernels.ptx import Emitter, Register, emitted
-
-
-def activate(e: Emitter, gate: str, g: Register) -> Register:
-    """silu(g), or GELU in its tanh form: both are g * sigmoid(z)."""
-    # 2 sqrt(2/pi) (g + 0.044715 g^3)
-    z = g if gate == "swiglu" else g * 1.5957691216057308 + g * g * g * 0.07135481627260025
-    power = e.asm("ex2.approx.ftz.f32 $0, $1;", "f32", [z * -1.4426950408889634], pure=True)
-    return g * e.asm("rcp.approx.ftz.f32 $0, $1;", "f32", [power + 1.0], pure=True)
 
 
 def out_scales(e: Emitter, norm: Register, bounds: Sequence[Register]) -> tuple[Register, Register]:

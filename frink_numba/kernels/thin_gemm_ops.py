@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from frink_numba.kernels.gates import activate
 from frink_numba.kernels.gemm_emit import PtxMachine, header_words
 from frink_numba.kernels.gemm_epilogue import Epilogue
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, SLAB, THREADS
-from frink_numba.kernels.gemm_store import activate, out_scales
+from frink_numba.kernels.gemm_store import out_scales
 from frink_numba.kernels.ptx import Emitter, Register, emitted
 from frink_numba.kernels.thin_gemm_plan import WARPS, item_steps, partial_room, sum_registers
 
