@@ -18,6 +18,13 @@ _DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
 _FIRST_CAPACITY = 64  # rows of a layer's first buffer; it doubles from there
 
 
+@dataclass(slots=True, eq=False)
+class Counted:
+    """How many of the rows that all layers were given together have become rows of the cache."""
+
+    rows: int = 0
+
+
 @dataclass(slots=True)
 class _Shared:
     """What all layers of a cache have in common: one assignment to `positions` moves every layer at once."""
@@ -27,6 +34,8 @@ class _Shared:
     allocate: Callable[[int], np.ndarray]
     positions: int = 0
     cuts: list[int] = field(default_factory=list)  # the positions that were left after each truncation
+    staged: int = 0  # rows that lie behind the last of every layer and do not count yet
+    counted: Counted | None = None  # of those that were staged together with them
 
     def check_room(self, n: int) -> None:
         if n < 0:
@@ -42,7 +51,7 @@ class _Shared:
 class Lease:
     """Room behind a layer's last row for somebody to write new rows to: K and V [n, heads, width].
 
-    `pushed` once a push has made these very rows count. Another lease, or a push of other rows, makes it void.
+    Another lease, or a push of other rows, makes it void.
     """
 
     first: int  # row
@@ -50,7 +59,12 @@ class Lease:
     v: np.ndarray
     k_address: int = 0  # of the first row in memory, where it was lent by `lend`
     v_address: int = 0
-    pushed: bool = False
+    counted: Counted | None = None
+
+    @property
+    def pushed(self) -> int:
+        """How many of these very rows, from the first on, have become rows of the cache."""
+        return self.counted.rows if self.counted is not None else 0
 
 
 class LayerKV:
@@ -126,6 +140,7 @@ class LayerKV:
         CacheError when the positions would pass the context length.
         """
         shared = self._shared
+        shared.staged = 0  # what lay there is written over
         first = shared.positions - self._evicted
         end = first + n
         if n < 0 or end > self._k.shape[0] or shared.positions + n > shared.context_length:
@@ -154,6 +169,7 @@ class LayerKV:
 
     def move_to(self, k: np.ndarray, v: np.ndarray) -> None:
         """Go on in larger buffers."""
+        self._shared.staged = 0
         k[: self.rows] = self._k[: self.rows]
         v[: self.rows] = self._v[: self.rows]
         self._k, self._v = k, v
@@ -185,10 +201,10 @@ class LayerKV:
         store_rows(v, tail_v, self.index)
         self._lent = None
 
-    def pushed(self) -> None:
-        """The rows behind the last have become rows: the lease on them, if there is one, was kept."""
+    def stage(self, counted: Counted) -> None:
+        """The rows behind the last will count as `counted` says: the lease on them, if there is one, was kept."""
         if self._lent is not None:
-            self._lent.pushed, self._lent = True, None
+            self._lent.counted, self._lent = counted, None
 
     def evictable(self) -> int:
         """Rows that no query from `positions` on can see."""
@@ -206,6 +222,7 @@ class LayerKV:
 
     def adopt(self, buffers: tuple[np.ndarray, np.ndarray], evicted: int) -> None:
         """Take `buffers`, which lack `evicted` rows of those held."""
+        self._shared.staged = 0
         self._k, self._v = buffers
         self._addresses = self._lent = None
         self._evicted += evicted
@@ -303,6 +320,15 @@ class KVCache(Sequence[LayerKV]):
 
         All layers or none (R10): CacheError or MemoryError leave the cache as it was.
         """
+        self.stage(rows)
+        self.advance(self._shared.staged)
+
+    def stage(self, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Write rows behind the last, as `push`, but count none of them yet: `advance` does.
+
+        Any other change of the cache forgets those that do not count; so does an error here.
+        """
+        self._shared.staged = 0
         if len(rows) != len(self._layers):
             raise CacheError(f"rows of {len(rows)} layers do not fit a cache of {len(self._layers)}")
         if not rows:
@@ -315,9 +341,25 @@ class KVCache(Sequence[LayerKV]):
             self.reserve(n)
             for layer, (k, v) in zip(self._layers, rows, strict=True):
                 layer.write_tail(k, v)
-        self._shared.positions += n  # until here nothing that was written counts
+        counted = Counted()
         for layer in self._layers:
-            layer.pushed()
+            layer.stage(counted)
+        self._shared.staged, self._shared.counted = n, counted
+
+    @property
+    def staged(self) -> int:
+        """Positions whose rows are written and do not count yet."""
+        return self._shared.staged
+
+    def advance(self, n: int = 1) -> None:
+        """Count the next `n` of the staged positions, in all layers at once. CacheError when there are fewer."""
+        shared = self._shared
+        if not 0 <= n <= shared.staged:
+            raise CacheError(f"cannot count {n} positions: {shared.staged} are staged")
+        shared.positions += n
+        shared.staged -= n
+        if shared.counted is not None:
+            shared.counted.rows += n
 
     def reserve(self, n: int) -> None:
         """Room for `n` more positions in every layer; capacities double, up to the context length.
@@ -354,6 +396,7 @@ class KVCache(Sequence[LayerKV]):
             return
         for layer in self._layers:
             layer.check_truncate(n)
+        self._shared.staged = 0
         self._shared.cuts.append(n)
         self._shared.positions = n
         if n == 0:

@@ -4,7 +4,7 @@ A cache may tell what became of its rows:
 
     cache.version                    grows with every change but new rows behind the last
     cache.unchanged_since(version)   how many of the first rows are what they were then
-    cache.lend(n)                    where n new rows may be written; `.pushed` once exactly these became rows
+    cache.lend(n)                    where n new rows may be written; `.pushed`: how many of these have become rows
 
 A mirror's rows count as equal up to the first that was changed since, and new ones from when the lease that the run
 wrote to was pushed. What is not known to be equal goes up again. Of a cache that tells nothing, everything does.
@@ -45,8 +45,8 @@ class Mirror:
             self.rows, self.lease = 0, None
             return 0
         if self.lease is not None:
-            if self.lease.pushed and self.lease.first == self.rows:
-                self.rows += self.lease.k.shape[0]
+            if self.lease.first == self.rows:
+                self.rows += self.lease.pushed
             self.lease = None
         self.rows = min(self.rows, cache.unchanged_since(self.version))
         self.version = cache.version
