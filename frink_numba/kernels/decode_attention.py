@@ -5,9 +5,9 @@
 A *sequence* is 1 to 8 neighbouring rows of the step with a mirror of their own. Its record in the table (device memory,
 read at each launch, so that a captured graph serves every position):
 
-    bytes 0..15  int32 first_row, rows, start_pos, pad        16..31  uint64 k_base, v_base (this layer's mirrors)
+    bytes 0..15  int32 first_row, rows, start_pos, kv_row     16..31  uint64 k_base, v_base (this layer's mirrors)
 
-Row r of a sequence is position start_pos + r and sees the keys 0 .. start_pos + r (the last `window` of them). Mirrors
+Its float32 rows of K and V go to row first_row + kv_row and those behind it. Row r of a sequence is position start_pos + r and sees the keys 0 .. start_pos + r (the last `window` of them). Mirrors
 are f16 [capacity, n_kv_heads, head_dim]; row p is position p.
 
 In order of use:
@@ -35,7 +35,7 @@ from frink_numba.errors import BackendUnavailable, ShapeError
 from frink_numba.kernels import decode_attention_kernel
 from frink_numba.kernels.cubins import Source, Target
 from frink_numba.kernels.cubins import load as load_cubin
-from frink_numba.kernels.decode_attention_kernel import MOST_PARTS, THREADS, DecodeKernel
+from frink_numba.kernels.decode_attention_kernel import LEAST_KEYS, MOST_PARTS, STEP, THREADS, DecodeKernel
 from frink_numba.kernels.launch import Launch, LoadedKernel
 from frink_numba.kernels.thin_gemm_plan import ThinDevice
 from frink_numba.layer import RopeLayout
@@ -48,8 +48,8 @@ _LOG2E = math.log2(math.e)
 class DecodeShape:
     """What an attention computes, for unscaled q and k (ShapeError where `why_not` has a reason).
 
-    rot_dim: channels that turn (0: no RoPE), even. q_norm, k_norm: an RMS norm of each head before RoPE, weights
-    float32 [head_dim]. window: 0 sees all. softcap: 0 is none. scale: None is 1/sqrt(head_dim).
+    rot_dim: channels that turn (0: no RoPE), even. q_norm, k_norm: an RMS norm of each head before RoPE (norm_last:
+    after it), weights float32 [head_dim]. window: 0 sees all. softcap: 0 is none. scale: None is 1/sqrt(head_dim).
     """
 
     n_heads: int
@@ -60,6 +60,7 @@ class DecodeShape:
     layout: RopeLayout = RopeLayout.NORM
     q_norm: bool = False
     k_norm: bool = False
+    norm_last: bool = False
     window: int = 0
     softcap: float = 0.0
 
@@ -111,7 +112,9 @@ class DecodeAttentions:
             raise ShapeError(f"sequences of 1 to {MOST_ROWS} rows are served, got {sequences} of {most_rows}")
         variant = variant_of(shape, most_rows, self._overlap, self._shared)
         tiles = -(-most_rows * shape.group // variant.queries)
-        tasks = tiles * shape.n_kv_heads * sequences
+        # As many as one row of each sequence would have: the cut of the keys must not depend on the number of rows.
+        one = variant_of(shape, 1, self._overlap, self._shared)
+        tasks = -(-shape.group // one.queries) * shape.n_kv_heads * sequences
         cut = parts or max(1, min(MOST_PARTS, 2 * self.multiprocessors // tasks))
         if not 1 <= cut <= MOST_PARTS:
             raise ShapeError(f"keys are cut into 1 to {MOST_PARTS} parts, not {cut}")
@@ -138,7 +141,9 @@ class DecodeAttentions:
 
 def variant_of(shape: DecodeShape, most_rows: int, overlap: bool, block_shared: int) -> DecodeKernel:
     """What has to be compiled for a shape, where a block may have so many bytes of shared memory."""
-    rest = (shape.rot_dim, shape.layout, shape.q_norm, shape.k_norm, shape.softcap > 0, overlap)
+    # Without a norm or a rotation there is no order of the two.
+    norm_last = shape.norm_last and shape.rot_dim > 0 and (shape.q_norm or shape.k_norm)
+    rest = (shape.rot_dim, shape.layout, shape.q_norm, shape.k_norm, shape.softcap > 0, overlap, norm_last)
     wide = DecodeKernel(shape.head_dim, 2, *rest)
     if most_rows * shape.group > 8 and wide.shared <= block_shared:
         return wide
@@ -161,6 +166,23 @@ class DecodeAttention:
     parts: int
     variant: DecodeKernel
     kernel: LoadedKernel
+
+    def alike(self, start: int, rows: int) -> int:
+        """How many of `rows` rows from position `start` on get the very bits that a launch of their own would give.
+
+        Each query has sums of its own, in an order that follows from the cut of the keys alone: the rows before the
+        first whose cut is another one.
+        """
+        cut = self._cut(start)
+        return next((row for row in range(1, rows) if self._cut(start + row) != cut), rows)
+
+    def _cut(self, position: int) -> tuple[int, int, int]:
+        """Where the keys of a row begin to be read, and into how many parts of what length the kernel cuts them."""
+        window = self.shape.window
+        begin = (position + 1 - window) & -STEP if 0 < window < position + 1 else 0
+        span = position + 1 - begin
+        length = max(LEAST_KEYS, -(-span // (self.parts * STEP)) * STEP)
+        return begin, -(-span // length), length
 
     @property
     def _places(self) -> tuple[int, int, int]:

@@ -62,6 +62,7 @@ class DecodeKernel:
     k_norm: bool
     capped: bool
     overlap: bool
+    norm_last: bool = False
 
     @property
     def queries(self) -> int:
@@ -111,8 +112,8 @@ def build(variant: DecodeKernel) -> tuple[Any, Any]:
     Q_ROW, OVERLAP = q_row_bytes(D), variant.overlap
     STATES_AT, FACTORS_AT, SUMS_AT = variant.states_at, variant.factors_at, variant.sums_at
     ROT, QUADS = variant.rot_dim, D // 4
-    prepare_q = prepare_head(D, variant.rot_dim, variant.layout, variant.q_norm)
-    prepare_k = prepare_head(D, variant.rot_dim, variant.layout, variant.k_norm)
+    prepare_q = prepare_head(D, variant.rot_dim, variant.layout, variant.q_norm, variant.norm_last)
+    prepare_k = prepare_head(D, variant.rot_dim, variant.layout, variant.k_norm, variant.norm_last)
     load_row, put_query, put_rows, put_mirror = row_ops(D)
     step = attend(D, TILES, variant.capped)
     put_state, put_sums, add_up = meet_ops(D, TILES, WARPS)
@@ -205,7 +206,7 @@ def build(variant: DecodeKernel) -> tuple[Any, Any]:
         keys = u32(start + high_row + u32(1))
         begin = u32(0)
         if window > 0 and u32(start + low_row + u32(1)) > window:
-            begin = u32(u32(start + low_row + u32(1) - window) & u32(0xFFFFFFF0))
+            begin = u32(u32(start + low_row + u32(1) - window) & u32(0xFFFFFFFF ^ (STEP - 1)))
         span = u32(keys - begin)
         per = u32(u32(u32(span + parts - u32(1)) // parts + u32(STEP - 1)) & u32(0xFFFFFFFF ^ (STEP - 1)))
         per = u32(max(per, u32(LEAST_KEYS)))
@@ -254,7 +255,8 @@ def build(variant: DecodeKernel) -> tuple[Any, Any]:
                 place = u64(start + r) * row_pitch
                 put_mirror(values, others, k_factor, v_factor, k_base + place, v_base + place, lane)
                 if k_rows != 0:
-                    place = (row * u64(n_kv_heads) + u64(kv_head)) * u64(4 * D)
+                    kept = row + u64(load_word(entry + u64(12)))
+                    place = (kept * u64(n_kv_heads) + u64(kv_head)) * u64(4 * D)
                     put_rows(values, k_rows + place, lane)
                     put_rows(others, v_rows + place, lane)
         cuda.syncthreads()

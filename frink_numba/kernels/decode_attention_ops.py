@@ -68,8 +68,11 @@ def _base(e: Emitter, m: Register) -> Register:
 
 
 @functools.cache
-def prepare_head(head_dim: int, rot_dim: int, layout: RopeLayout, norm: bool) -> Any:
-    """prepare(source, weight, cos, sin, eps, lane) -> channels lane, lane + 32, ... of a head, after norm and RoPE."""
+def prepare_head(head_dim: int, rot_dim: int, layout: RopeLayout, norm: bool, norm_last: bool) -> Any:
+    """prepare(source, weight, cos, sin, eps, lane) -> channels lane, lane + 32, ... of a head, after norm and RoPE.
+
+    norm_last: the norm comes after the rotation.
+    """
     count = head_dim // 32
     half = rot_dim // 2
 
@@ -106,15 +109,22 @@ def prepare_head(head_dim: int, rot_dim: int, layout: RopeLayout, norm: bool) ->
             turning.append(inside)
             negative.append(first)
         others = [value for value, _ in partners]
-        if norm:
-            total = own[0] * own[0]
-            for value in own[1:]:
+
+        def norm_factor(values: list[Register]) -> Register:
+            total = values[0] * values[0]
+            for value in values[1:]:
                 total = total + value * value
             for distance in (16, 8, 4, 2, 1):
                 total = total + _exchange(e, total, distance)
             mean = total * (1.0 / head_dim) + eps
-            factor = e.asm("{\n.reg .f32 r;\nsqrt.rn.f32 r, $1;\nrcp.rn.f32 $0, r;\n}", "f32", [mean], pure=True)
-            own = [value * factor * load(weight, lane + 32 * i) for i, value in enumerate(own)]
+            return e.asm("{\n.reg .f32 r;\nsqrt.rn.f32 r, $1;\nrcp.rn.f32 $0, r;\n}", "f32", [mean], pure=True)
+
+        def weighed(values: list[Register], factor: Register) -> list[Register]:
+            return [value * factor * load(weight, lane + 32 * i) for i, value in enumerate(values)]
+
+        if norm and not norm_last:
+            factor = norm_factor(own)
+            own = weighed(own, factor)
             others = [value * factor * load(weight, partner) for value, partner in partners]
         out = []
         for i, value in enumerate(own):
@@ -124,6 +134,8 @@ def prepare_head(head_dim: int, rot_dim: int, layout: RopeLayout, norm: bool) ->
                 turned = value * cosine + _select(e, negative[i], e.constant("f32", 0.0) - swing, swing)
                 value = _select(e, turning[i], turned, value)
             out.append(value)
+        if norm and norm_last:
+            out = weighed(out, norm_factor(out))
         return out if count > 1 else out[0]
 
     return prepare

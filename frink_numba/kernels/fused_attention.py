@@ -69,7 +69,7 @@ SEQUENCE = np.dtype(
         ("first_row", "<i4"),  # of the batch
         ("rows", "<i4"),
         ("start_pos", "<i4"),  # the position of the first row: as many keys precede it in the mirror
-        ("unused", "<i4"),
+        ("kv_row", "<i4"),  # how far behind `first_row` the float32 rows of K and V are put
         ("k_base", "<u8"),  # mirrors of this layer
         ("v_base", "<u8"),
     ]
@@ -168,18 +168,23 @@ class Attentions:
         self._kernels: dict[Any, LoadedKernel] = {}
         self._lock = threading.Lock()
 
-    def prepare(self, shape: HeadShape, *, rope: RopeForm | None = None, norm: str = "") -> Prepare:
+    def prepare(
+        self, shape: HeadShape, *, rope: RopeForm | None = None, norm: str = "", norm_last: bool = False
+    ) -> Prepare:
         """The kernel that makes q and the mirrors' rows from the projections.
 
         norm: "" (none), "head" (RMS norm of each head, weights float32 [head_dim]) or "whole" (of all heads of q, and
-        all of k: weights float32 [n_heads * head_dim] and [n_kv_heads * head_dim]); before the rotation (R14).
+        all of k: weights float32 [n_heads * head_dim] and [n_kv_heads * head_dim]); before the rotation (R14), or
+        after it with `norm_last`.
         """
         if norm not in NORMS:
             raise ShapeError(f"a norm of q and k is one of {NORMS}, not {norm!r}")
         if rope is not None and not (2 <= rope.rot_dim <= shape.head_dim and rope.rot_dim % 2 == 0):
             raise ShapeError(f"heads of {shape.head_dim} channels have no rotation of {rope.rot_dim}")
         layout, rot_dim = (rope.layout, rope.rot_dim) if rope else (None, 0)
-        variant = QkvPrepare(shape.head_dim, norm, layout, rot_dim, self._overlap)
+        # Without a norm or a rotation there is no order of the two.
+        norm_last = norm_last and norm != "" and rope is not None
+        variant = QkvPrepare(shape.head_dim, norm, layout, rot_dim, self._overlap, norm_last)
         return Prepare(shape, variant, self._kernel(variant))
 
     def attention(self, shape: HeadShape, m: int, *, windowed: bool = False, softcap: bool = False) -> Attention:

@@ -2,6 +2,7 @@
 
     q_i, k_i: y = x * weight / sqrt(mean(x^2) + eps), over the head or over all heads (or y = x)
               (y_a, y_b) -> (y_a cos - y_b sin, y_a sin + y_b cos) for each pair (a, b) of channels that turn
+              or the other way round, the norm of what has turned
     q   f16 [M, n_heads, pitch] = y / q_scale
     K, V   f16 into the sequence's mirrors at the row's position, / k_scale and / v_scale; float32 for the host's cache
 
@@ -53,13 +54,17 @@ ARGUMENTS = (
 
 @dataclass(frozen=True, slots=True)
 class QkvPrepare:
-    """One compiled variant: channels of a head, the norm ("", "head" or "whole"), and the rotation (None: none)."""
+    """One compiled variant: channels of a head, the norm ("", "head" or "whole"), and the rotation (None: none).
+
+    norm_last: the norm comes after the rotation.
+    """
 
     head_dim: int
     norm: str = ""
     layout: RopeLayout | None = None
     rot_dim: int = 0
     overlap: bool = False  # launched with the attribute of that name (sm_90)
+    norm_last: bool = False
 
     @property
     def unit(self) -> int:
@@ -295,6 +300,8 @@ def build(variant: QkvPrepare) -> tuple[Any, Any]:
     SUMS = 2 * WARPS
     OVERLAP, HEAD, WHOLE = variant.overlap, variant.norm == "head", variant.norm == "whole"
     NORMED = variant.norm != ""
+    # The rotation comes before the norm, or after it.
+    TURN_FIRST, TURN_LAST = variant.norm_last and ROT > 0, not variant.norm_last and ROT > 0
 
     def qkv_prepare(
         q_source, k_source, v_source, q, table, k_rows, v_rows, cos, sin, q_norm, k_norm, eps, q_inverse, k_inverse,
@@ -312,6 +319,8 @@ def build(variant: QkvPrepare) -> tuple[Any, Any]:
         stride = u32(blocks_per_row * u32(WARPS))
         tasks = u32(n_heads + n_kv_heads)
         at = u64(row) * u64(source_pitch)
+        cos_row = cos + u64(row) * u64(2 * ROT)
+        sin_row = sin + u64(row) * u64(2 * ROT)
         q_factor = f32(1.0)
         k_factor = f32(1.0)
         if WHOLE:
@@ -319,10 +328,17 @@ def build(variant: QkvPrepare) -> tuple[Any, Any]:
             k_total = f32(0.0)
             task = u32(warp)
             while task < tasks:
+                source = q_source + at + u64(task) * u64(4 * D)
+                if task >= n_heads:
+                    source = k_source + at + u64(u32(task - n_heads)) * u64(4 * D)
+                values = load(source, lane)
+                if TURN_FIRST:
+                    values = rotate(values, cos_row, sin_row, lane)
+                total = squares(values)
                 if task < n_heads:
-                    q_total += squares(load(q_source + at + u64(task) * u64(4 * D), lane))
+                    q_total += total
                 else:
-                    k_total += squares(load(k_source + at + u64(u32(task - n_heads)) * u64(4 * D), lane))
+                    k_total += total
                 task = u32(task + u32(WARPS))
             for step in (16, 8, 4, 2, 1):
                 q_total += cuda.shfl_xor_sync(0xFFFFFFFF, q_total, step)
@@ -354,19 +370,21 @@ def build(variant: QkvPrepare) -> tuple[Any, Any]:
             begin = u32(begin + u32(32))
         k_target = u64(0)
         v_target = u64(0)
+        kept = u64(row)
         if record != u32(0xFFFFFFFF):
             entry = table + u64(record) * u64(32)
+            kept += u64(load_word(entry + u64(12)))
             position = u32(load_word(entry + u64(8)) + row - load_word(entry))
             place = u64(position) * u64(n_kv_heads) * u64(2 * PITCH)
             k_target = load_address(entry + u64(16)) + place
             v_target = load_address(entry + u64(24)) + place
-        cos_row = cos + u64(row) * u64(2 * ROT)
-        sin_row = sin + u64(row) * u64(2 * ROT)
         task = u32(first_task)
         while task < tasks:
             if task < n_heads:
                 values = load(q_source + at + u64(task) * u64(4 * D), lane)
                 weights = u64(q_norm)
+                if TURN_FIRST:
+                    values = rotate(values, cos_row, sin_row, lane)
                 if HEAD:
                     total = squares(values)
                     for step in (16, 8, 4, 2, 1):
@@ -376,7 +394,7 @@ def build(variant: QkvPrepare) -> tuple[Any, Any]:
                     weights += u64(task) * u64(4 * D)
                 if NORMED:
                     values = weigh(values, weights, q_factor, lane)
-                if ROT:
+                if TURN_LAST:
                     values = rotate(values, cos_row, sin_row, lane)
                 halves = scaled(values, q_inverse)
                 spoilt = ballot(beyond(halves[TOP]))
@@ -387,6 +405,8 @@ def build(variant: QkvPrepare) -> tuple[Any, Any]:
                 values = load(k_source + at + head * u64(4 * D), lane)
                 others = load(v_source + at + head * u64(4 * D), lane)
                 weights = u64(k_norm)
+                if TURN_FIRST:
+                    values = rotate(values, cos_row, sin_row, lane)
                 if HEAD:
                     total = squares(values)
                     for step in (16, 8, 4, 2, 1):
@@ -396,9 +416,9 @@ def build(variant: QkvPrepare) -> tuple[Any, Any]:
                     weights += head * u64(4 * D)
                 if NORMED:
                     values = weigh(values, weights, k_factor, lane)
-                if ROT:
+                if TURN_LAST:
                     values = rotate(values, cos_row, sin_row, lane)
-                place = (u64(row) * u64(n_kv_heads) + head) * u64(4 * D)
+                place = (kept * u64(n_kv_heads) + head) * u64(4 * D)
                 if k_rows != 0:
                     store_float(values, k_rows + place, lane)
                     store_float(others, v_rows + place, lane)
