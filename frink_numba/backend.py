@@ -56,6 +56,14 @@ class Step:
     `lookup` that makes it. A backend with the attribute `takes_tokens` then gets `hidden` None when its run begins at
     layer 0, and looks the tokens up itself or calls `lookup`; a run of its that ends with the last layer may answer the
     `logits` of so many of the last rows, and `hidden` None where nothing wants it.
+
+    `ahead` n, with `tokens` of one row: the step may go on by itself, each time with the token of the largest of the
+    first `choices` logits (the first of equals, not-a-number before all), until it has chosen n of them. A backend with
+    the attribute `goes_ahead` that runs all layers then answers them as `Run.tokens`, no `logits`, and K/V rows
+    [n, ...] a layer: of the step's token and of all chosen ones but the last. The others get the step without it.
+
+    `keep` False: the step is a whole text whose K/V rows nobody keeps. A run may answer `kv_rows` empty, and what the
+    caches tell of their rows says nothing of other steps over them.
     """
 
     layers: Sequence[Layer]
@@ -68,6 +76,9 @@ class Step:
     edges: Edges | None = None
     lookup: Callable[[], np.ndarray] | None = None
     logits: int = 0
+    keep: bool = True
+    ahead: int = 0
+    choices: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +101,15 @@ class Run:
 
     `hidden` float32 [batch, hidden_dim], C-contiguous; `kv_rows` one (K, V) pair a layer, float32
     [batch, n_kv_heads, head_dim], K after the rotation (R9). `experts` names the experts each layer used; None means
-    expert 0 of each (R22). `logits` float32 [step.logits, vocab], where the backend made them (see `Step`).
+    expert 0 of each (R22). `logits` float32 [step.logits, vocab], where the backend made them (see `Step`). `tokens`
+    int32 [step.ahead], where it went ahead: the chosen ones; those from the first whose logits are not numbers are -1.
     """
 
     hidden: np.ndarray | None
     kv_rows: list[tuple[np.ndarray, np.ndarray]]
     experts: Sequence[Sequence[int]] | None = None
     logits: np.ndarray | None = None
+    tokens: np.ndarray | None = None
 
 
 @runtime_checkable

@@ -5,7 +5,7 @@ The dispatcher never touches a cache: it answers every layer's K/V rows, and the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
@@ -34,7 +34,7 @@ class StepResult:
 
     `hidden` float32 [batch, hidden_dim], or None where a backend made the `logits` of the step's last rows or nobody
     wants any; `kv_rows` and `experts` one entry a layer; `hidden_states` the hidden batch after each layer of
-    `step.hidden_after`.
+    `step.hidden_after`. `tokens` where a backend went ahead (see `Step`), None where the step was an ordinary one.
     """
 
     hidden: np.ndarray | None
@@ -43,6 +43,7 @@ class StepResult:
     hidden_states: dict[int, np.ndarray]
     served: list[Served]
     logits: np.ndarray | None = None
+    tokens: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,9 @@ class Dispatcher:
         while l < len(self.layers):
             verdicts = self._longest_run(l, step, barred)
             backend, length = verdicts[0].backend, len(verdicts)
+            if step.ahead and not (length == len(self.layers) and getattr(backend, "goes_ahead", False)):
+                step = replace(step, ahead=0)  # an ordinary step, which others may serve
+                continue
             if backend is None:
                 raise BackendError(self._nobody(l, verdicts[0]))
             _say_declines(verdicts, barred.get(l, ()))
@@ -108,7 +112,7 @@ class Dispatcher:
                 for layer in range(l, l + length):
                     barred.setdefault(layer, []).append((backend.name, failure))
                 continue
-            result.hidden, result.logits = run.hidden, run.logits
+            result.hidden, result.logits, result.tokens = run.hidden, run.logits, run.tokens
             result.kv_rows += run.kv_rows
             result.experts += [tuple(map(int, used)) for used in run.experts or [(0,)] * length]
             result.served.append(Served(backend.name, l, length))
@@ -116,6 +120,55 @@ class Dispatcher:
             if l - 1 in step.hidden_after and run.hidden is not None:  # `_check_run` has seen that it is there
                 result.hidden_states[l - 1] = run.hidden
         return result
+
+    def run_group(self, steps: Sequence[Step]) -> Iterator[StepResult]:
+        """The results of several steps, each over a cache of its own, in their order.
+
+        One call where the first backend serves all layers of all of them at once (`serves_group`, `run_group`). Else,
+        or when that fails, each step runs by itself as in `run` when its result is asked for, so that an error leaves
+        those before it done and those behind it untouched.
+        """
+        for step in steps:
+            _check_step(step)
+        results = self._at_once(steps)
+        yield from map(self.run, steps) if results is None else results
+
+    def _at_once(self, steps: Sequence[Step]) -> list[StepResult] | None:
+        """What the first backend makes of the whole group; None when it does not serve it, or failed."""
+        backend = self.backends[0] if self.backends else None
+        serves, run = getattr(backend, "serves_group", None), getattr(backend, "run_group", None)
+        if backend is None or serves is None or run is None:
+            return None
+        layers = len(self.layers)
+        if any(step.hidden_after - {layers - 1} for step in steps):
+            return None  # its runs would end in between
+        try:
+            if not isinstance(serves(steps), Serve):
+                return None
+            runs = run([_begun(step, getattr(backend, "takes_tokens", False)) for step in steps])
+            if runs is None:  # it has said why
+                return None
+            if len(runs) != len(steps):
+                raise ShapeError(f"it answered {len(runs)} runs for {len(steps)} steps")
+            for step, made in zip(steps, runs, strict=True):
+                _check_run(made, self.layers, 0, layers, step)
+        except PLUGIN_ERRORS as error:
+            if backend.name != HOST:  # what is wrong with a step shows when the host runs it alone
+                warn_once(f"backend {backend.name}: a group failed: {describe(error)}; its steps run one by one")
+            return None
+        last = layers - 1
+        dense: list[tuple[int, ...]] = [(0,)] * layers
+        return [
+            StepResult(
+                made.hidden,
+                made.kv_rows,
+                dense if made.experts is None else [tuple(map(int, used)) for used in made.experts],
+                {last: made.hidden} if last in step.hidden_after and made.hidden is not None else {},
+                [Served(backend.name, 0, layers)],
+                made.logits,
+            )
+            for step, made in zip(steps, runs, strict=True)
+        ]
 
     def host_bytes(self, nbytes: int) -> np.ndarray:
         """Memory for a cache's rows, uint8 [nbytes], from the first backend that has a kind of its own to give."""
@@ -248,6 +301,16 @@ def _read_only(hidden: np.ndarray | None) -> np.ndarray | None:
     return shown
 
 
+def _begun(step: Step, from_tokens: bool) -> Step:
+    """The step as a backend gets it at layer 0."""
+    if step.hidden is None and not from_tokens:
+        assert step.lookup is not None  # `_check_step` has seen it
+        hidden = step.lookup()
+        _check_hidden(hidden, step)
+        return replace(step, hidden=_read_only(hidden))
+    return step if step.hidden is None else replace(step, hidden=_read_only(step.hidden))
+
+
 def _say_declines(verdicts: Sequence[_Verdict], said: Sequence[tuple[str, str]]) -> None:
     """One line for each distinct reason per process (R23); failures in `said` were reported when they happened."""
     for name, reason in dict.fromkeys(pair for verdict in verdicts for pair in verdict.declined):
@@ -272,27 +335,41 @@ def _check_hidden(hidden: np.ndarray, step: Step) -> None:
         raise ShapeError(f"the hidden batch has shape {list(hidden.shape)}, not [{step.batch}, {width}]")
 
 
+def _check_tokens(tokens: np.ndarray, step: Step) -> None:
+    if tokens.shape != (step.ahead,) or tokens.dtype.kind != "i" or not step.ahead:
+        raise ShapeError(f"it answered tokens of {tokens.dtype} {list(tokens.shape)}, not {step.ahead}")
+    if tokens.min() < -1 or tokens.max() >= step.choices:
+        raise ShapeError(f"it answered tokens from {tokens.min()} to {tokens.max()}, not below {step.choices}")
+
+
 def _check_run(run: Run | None, layers: Sequence[Layer], l: int, length: int, step: Step) -> None:  # noqa: E741
     """A run's arrays have the promised shapes; ShapeError says which has not."""
     if run is None:
         raise ShapeError("host answered no run")
     hidden, last, want = run.hidden, l + length - 1, (step.batch, layers[l].hidden_dim)
+    rows = step.batch if run.tokens is None else step.ahead
+    if run.tokens is not None:
+        _check_tokens(run.tokens, step)
     if run.logits is not None and (last + 1 < len(layers) or run.logits.shape[:1] != (step.logits,)):
         raise ShapeError(f"it answered logits {list(run.logits.shape)} that nobody asked for")
     if hidden is None:
-        wanted = last in step.hidden_after or (step.logits > 0 and run.logits is None)
+        wanted = last in step.hidden_after or (step.logits > 0 and run.logits is None and run.tokens is None)
         if last + 1 < len(layers) or step.tokens is None or wanted:
             raise ShapeError("it answered no hidden batch")
     elif hidden.shape != want or hidden.dtype != np.float32:
         raise ShapeError(f"it answered a hidden batch of {hidden.dtype} {list(hidden.shape)}, not {list(want)}")
     if run.experts is not None and not all(isinstance(int(e), int) for used in run.experts for e in used):
         raise ShapeError("it names experts that are no numbers")
+    if getattr(run.kv_rows, "lent_by", None) is step.caches and len(run.kv_rows) == length:
+        return  # the room that the cache itself has lent for this step
+    if not (step.keep or run.kv_rows):
+        return
     if len(run.kv_rows) != length or (run.experts is not None and len(run.experts) != length):
         raise ShapeError(f"it answered K/V rows or experts for {len(run.kv_rows)} layers, not {length}")
     for layer, (k, v) in enumerate(run.kv_rows, l):
         cache = step.caches[layer]
-        want_k = (step.batch, cache.n_kv_heads, cache.key_dim)
-        want_v = (step.batch, cache.n_kv_heads, cache.value_dim)
+        want_k = (rows, cache.n_kv_heads, cache.key_dim)
+        want_v = (rows, cache.n_kv_heads, cache.value_dim)
         if k.shape != want_k or v.shape != want_v:
             raise ShapeError(f"layer {layer}: K/V rows of {list(k.shape)} and {list(v.shape)}, not {list(want_k)}")
         if any(rows.dtype not in (np.float32, np.float16) for rows in (k, v)):
