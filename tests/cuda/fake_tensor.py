@@ -24,6 +24,7 @@ from frink_numba.kernels import (
     fused_attention_wgmma,
     gemm_mma,
     gemm_variant,
+    half_rows,
     qkv_prepare,
     thin_gemm_kernel,
 )
@@ -84,6 +85,8 @@ class FakeGemms(Gemms):
         return made
 
     def _kernel(self, variant: Any) -> Any:
+        if variant is None:
+            return FakeKernel(self._runtime, "half_rows", half_rows.ARGUMENTS, None, compute.half_rows)
         if isinstance(variant, MmaGemm):
             return FakeKernel(self._runtime, "gemm", gemm_mma.ARGUMENTS, variant, compute.gemm_mma)
         return FakeKernel(self._runtime, "gemm", gemm_variant.ARGUMENTS, variant, compute.gemm_wgmma)

@@ -7,6 +7,7 @@ the launch's arguments by name.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,9 @@ from tests.kernels.packed_weights import unpack
 
 F32, F16 = np.float32, np.float16
 Memory = Callable[..., np.ndarray]
+
+
+_erfc = np.vectorize(math.erfc, otypes=[np.float64])
 
 
 # --- weights and operands ---
@@ -73,6 +77,8 @@ def _normed(memory: Memory, x: int, weight: int, m: int, cols: int, eps: float) 
 
 
 def _activated(name: str, gate: np.ndarray) -> np.ndarray:
+    if name == "geglu_erf":
+        return gate * 0.5 * _erfc(-gate / np.sqrt(2))
     z = {"swiglu": gate, "geglu": 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)}[name]
     return gate / (1 + np.exp(-np.clip(z, -700, None)))
 
@@ -88,6 +94,11 @@ def _rows(memory: Memory, out: int, m: int, cols: int, pitch: int, dtype: Any) -
 
 def norm_half(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> None:
     _operands(memory, _normed(memory, a.x, a.weight, blocks, a.cols, a.eps), a.half, a.scale, a.norm)
+
+
+def half_rows(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> None:
+    x = memory(a.x, (blocks, a.cols), F32).astype(np.float64)
+    _operands(memory, x, a.half, a.scale, a.norm)
 
 
 def norm_add(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> None:
@@ -210,8 +221,13 @@ def thin_gemm(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> 
 # --- attention ---
 
 
-def _turned(x: np.ndarray, weight: Any, whole: bool, eps: float, layout: Any, cos: Any, sin: Any) -> np.ndarray:
-    """QK norm and rotation of float64 [m, heads, head_dim]; cos and sin [m, 1, pairs]."""
+def _turned(
+    x: np.ndarray, weight: Any, whole: bool, norm_last: bool, eps: float, layout: Any, cos: Any, sin: Any
+) -> np.ndarray:
+    """QK norm and rotation of float64 [m, heads, head_dim], in either order; cos and sin [m, 1, pairs]."""
+    if norm_last:
+        turned = _turned(x, None, whole, False, eps, layout, cos, sin)
+        return _turned(turned, weight, whole, False, eps, None, None, None)
     if weight is not None:
         axes = (1, 2) if whole else (2,)
         weight = weight.reshape(x.shape[1:]) if whole else weight
@@ -252,7 +268,7 @@ def prepare(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> No
         sizes = (heads * d, kv * d) if variant.norm == "whole" else (d, d)
         norms = [memory(at, (n,), F32) for at, n in zip((a.q_norm, a.k_norm), sizes, strict=True)]
     cos, sin = _angles(memory, a, m, variant.rot_dim if variant.layout is not None else 0)
-    rest = (variant.norm == "whole", a.eps, variant.layout, cos, sin)
+    rest = (variant.norm == "whole", variant.norm_last, a.eps, variant.layout, cos, sin)
     q, k = _turned(q, norms[0], *rest), _turned(k, norms[1], *rest)
     memory(a.q, (m, heads, variant.pitch), F16)[..., :d] = _as_half(q * a.q_inverse)
     memory(a.k_rows, (m, kv, d), F32)[...] = k
@@ -313,8 +329,9 @@ def decode_attention(memory: Memory, variant: Any, blocks: int, a: SimpleNamespa
     start, m, heads, kv = int(record["start_pos"]), int(record["rows"]), a.n_heads, a.n_kv_heads
     whole = memory(a.qkv, (m, heads + 2 * kv, d), F32).astype(np.float64)
     cos, sin = _angles(memory, a, m, variant.rot_dim)
-    rest = (False, a.eps, variant.layout, cos, sin)
+    rest = (False, variant.norm_last, a.eps, variant.layout, cos, sin)
     q = _turned(whole[:, :heads], memory(a.q_norm, (d,), F32) if variant.q_norm else None, *rest)
+    q = _as_half(q).astype(np.float64)
     k = _turned(whole[:, heads : heads + kv], memory(a.k_norm, (d,), F32) if variant.k_norm else None, *rest)
     v = whole[:, heads + kv :]
     memory(a.k_rows, (m, kv, d), F32)[...] = k

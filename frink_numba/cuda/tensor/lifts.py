@@ -9,17 +9,33 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
+
 from frink_numba.layer import Activation, AttentionSpec, FeedForward, Layer
 
 # The activations of gated products, by their name in `gemm_epilogue`.
-GATES = {Activation.SWIGLU: "swiglu", Activation.GEGLU: "geglu"}
+GATES = {Activation.SWIGLU: "swiglu", Activation.GEGLU: "geglu", Activation.GEGLU_ERF: "geglu_erf"}
+
+# Products of a stream that no norm bounds: its rows may have this root of their mean square at least, before a row of
+# V (or of a q or k without a norm) leaves the range of f16 and becomes not-a-number. As the bound is loose by the
+# square root of the width as a rule, and f16 keeps 2**29 below it exact, streams from 2**-10 on lose nothing.
+LARGEST_STREAM = 2.0**12
 
 
 def lifted(layer: Layer) -> Layer:
-    """`layer` without a scale of its residuals or scores, attention sinks, and a GELU in its tanh form."""
+    """`layer` without what only this body serves:
+
+    a scale of its residuals or scores, attention sinks, a QK norm after the rotation, GELU, norms that are not there.
+    """
     spec, ffn = layer.attention, layer.ffn
-    if isinstance(spec, AttentionSpec) and (spec.scale is not None or spec.sinks is not None):
-        layer = replace(layer, attention=replace(spec, scale=None, sinks=None))
+    if isinstance(spec, AttentionSpec):
+        if spec.scale is not None or spec.sinks is not None or spec.qk_norm_after_rope:
+            spec = replace(spec, scale=None, sinks=None, qk_norm_after_rope=False)
+            layer = replace(layer, attention=spec)
+        if layer.attn_norm is None or layer.ffn_norm is None:
+            ones = np.broadcast_to(np.float32(1), (layer.hidden_dim,))
+            norms = {name: ones for name in ("attn_norm", "ffn_norm") if getattr(layer, name) is None}
+            layer = replace(layer, **norms)
     if isinstance(ffn, FeedForward) and ffn.activation in GATES:
         layer = replace(layer, ffn=replace(ffn, activation=Activation.SWIGLU))
     if isinstance(layer, Layer) and layer.residual_scale != 1 and math.isfinite(layer.residual_scale):

@@ -201,18 +201,18 @@ class Program:
         eps, vectors = layer.layer.norm_eps, layer.vectors
         attended, inner = self._attended(layer.scales[2]), self._operand("inner")
 
-        x = self._normed(self.hidden, shape.hidden, vectors["attn_norm"], eps, m)
+        x = self._normed(self.hidden, shape.hidden, vectors.get("attn_norm"), eps, m)
         width = shape.query_width + 2 * shape.kv_width
         for weights, column in layer.qkv:
             made.append(self._product(weights, x, at["qkv"] + 4 * column, 4 * width))
-        if m <= THIN_ROWS and decode_attention.why_not(*_heads(shape)) is None and qk_norm_form(layer.layer) != "whole":
+        if m <= THIN_ROWS and _decodes(layer):
             made.append(self._decode_attention(layer, attended, record, rows))
         else:
             made.append(self._prepare(layer, record, rows))
             made.append(self._attention(layer, mirror, attended, record))
         self._into_hidden(layer.o, attended, vectors.get("post_attn_norm"), shape, eps)
 
-        x = self._normed(self.hidden, shape.hidden, vectors["ffn_norm"], eps, m)
+        x = self._normed(self.hidden, shape.hidden, vectors.get("ffn_norm"), eps, m)
         gate = GATES[layer.layer.ffn.activation]
         if len(layer.gate_up) == 1:
             gate_up, pitch = layer.gate_up[0], 2 * shape.ffn
@@ -223,8 +223,12 @@ class Program:
             made.append(self._kernels.gated_half(gate, m, shape.ffn, at["gate"], at["up"], inner))
         self._into_hidden(layer.down, inner, vectors.get("post_ffn_norm"), shape, eps)
 
-    def _normed(self, hidden: int, width: int, weight: int, eps: float, m: int) -> HalfRows | NormRows:
-        """`m` hidden rows, normed, as an operand: thin products norm them on the way in."""
+    def _normed(self, hidden: int, width: int, weight: int | None, eps: float, m: int) -> HalfRows | NormRows:
+        """`m` hidden rows, normed where there is a weight, as an operand: thin products norm them on the way in."""
+        if weight is None:
+            plain = self._operand("normed")
+            self._made.append(self._kernels.gemms.half_rows(hidden, m, width, plain))
+            return plain
         if m <= THIN_ROWS and width <= MOST_NORM_COLUMNS:
             return NormRows(hidden, weight, eps)
         normed = self._operand("normed")
@@ -249,6 +253,7 @@ class Program:
             layout=RopeLayout.NORM if rope is None else rope.layout,
             q_norm="q_norm" in vectors,
             k_norm="k_norm" in vectors,
+            norm_last=spec.qk_norm_after_rope,
             window=spec.window,
             softcap=spec.softcap,
         )
@@ -273,10 +278,12 @@ class Program:
 
     def _prepare(self, layer: TensorLayer, record: int, rows: int) -> Launch:
         """QK norm, rotation and the mirror's new rows."""
-        rope, vectors = layer.layer.attention.rope, layer.vectors
+        spec, vectors = layer.layer.attention, layer.vectors
+        rope, norm = spec.rope, qk_norm_form(layer.layer)
         form = None if rope is None else RopeForm(rope.layout, rope.rot_dim)
-        norm = qk_norm_form(layer.layer)
-        prepare = self._kernels.attentions.prepare(HeadShape(*_heads(layer.shape)), rope=form, norm=norm)
+        prepare = self._kernels.attentions.prepare(
+            HeadShape(*_heads(layer.shape)), rope=form, norm=norm, norm_last=spec.qk_norm_after_rope
+        )
         cos, sin = self._rotation(layer)
         q_scale, k_scale, v_scale = layer.scales
         bound: Launch = prepare.bind(
@@ -372,6 +379,12 @@ class Program:
         if counters > COUNTERS or nbytes - counters > self._workspace - COUNTERS:
             raise DeviceError(f"a launch wants a workspace of {nbytes} bytes, {counters} of them for counters")
         return self._at["workspace"] + COUNTERS - counters
+
+
+def _decodes(layer: TensorLayer) -> bool:
+    """Whether the attention of few rows serves a layer: norms head by head, and a q that f16 holds as it is."""
+    plain = layer.scales[0] == 1 and qk_norm_form(layer.layer) != "whole"
+    return plain and decode_attention.why_not(*_heads(layer.shape)) is None
 
 
 def _heads(shape: LayerShape) -> tuple[int, int, int]:

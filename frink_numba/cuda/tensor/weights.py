@@ -17,6 +17,7 @@ from frink_numba.cuda.arena import Layout
 from frink_numba.cuda.parts import RopeKey, rope_key, vectors
 from frink_numba.cuda.runtime import Runtime
 from frink_numba.cuda.shapes import LayerShape
+from frink_numba.cuda.tensor.lifts import LARGEST_STREAM
 from frink_numba.cuda.traffic import Traffic
 from frink_numba.kernels import fused_attention
 from frink_numba.kernels.fused_attention import f16_scale
@@ -219,12 +220,13 @@ def _norm_form(layer: Layer) -> str | None:
 def _scales(layer: Layer, norms: Sequence[float]) -> tuple[float, float, float]:
     """Powers of two for q, K and V from what they can reach at most.
 
-    The 2-norm of a normed row is at most sqrt(hidden) times its largest weight, and a product no larger than that
-    times the 2-norm of the matrix's longest row. A QK norm bounds q and k by itself.
+    The 2-norm of a normed row is at most sqrt(hidden) times its largest weight (of a row of the stream itself, it is
+    taken to be at most that times LARGEST_STREAM), and a product no larger than that times the 2-norm of the matrix's
+    longest row. A QK norm bounds q and k by itself.
     """
     spec = layer.attention
-    assert layer.attn_norm is not None  # the stack declines a layer without
-    row = math.sqrt(layer.hidden_dim) * float(np.abs(layer.attn_norm).max())
+    largest = LARGEST_STREAM if layer.attn_norm is None else float(np.abs(layer.attn_norm).max())
+    row = math.sqrt(layer.hidden_dim) * largest
     biases = [0.0 if b is None else float(np.max(np.abs(b))) for b in (spec.q_bias, spec.k_bias, spec.v_bias)]
     bounds = [norm * row + bias for norm, bias in zip(norms, biases, strict=True)]
     for i, weight in enumerate((spec.q_norm, spec.k_norm)):
