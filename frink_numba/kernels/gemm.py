@@ -33,7 +33,7 @@ from frink_numba.kernels.gemm_epilogue import GATES, Epilogue
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, fragment_kind
 from frink_numba.kernels.gemm_mma import MmaGemm
 from frink_numba.kernels.gemm_pack import PackedMatrix
-from frink_numba.kernels.gemm_plan import TOKEN_TILES, Plan, make_plan, mma_tokens
+from frink_numba.kernels.gemm_plan import INVARIANT_MMA_TOKENS, TOKEN_TILES, Plan, invariant_plan, make_plan, mma_tokens
 from frink_numba.kernels.gemm_variant import WgmmaGemm
 from frink_numba.kernels.launch import Launch, LoadedKernel
 from frink_numba.kernels.tma import MAP_BYTES, tensor_map
@@ -97,10 +97,15 @@ class HalfRows:
 
 
 class Gemms:
-    """The tensor-core products of one device: plans, and kernels loaded once each. Thread-safe."""
+    """The tensor-core products of one device: plans, and kernels loaded once each. Thread-safe.
 
-    def __init__(self, tier: str, capability: tuple[int, int], multiprocessors: int) -> None:
-        self.tier, self.multiprocessors = tier, multiprocessors
+    invariant: one kernel for every M, whose result for a row does not depend on the other rows or on their number.
+    """
+
+    def __init__(
+        self, tier: str, capability: tuple[int, int], multiprocessors: int, *, invariant: bool = False
+    ) -> None:
+        self.tier, self.multiprocessors, self.invariant = tier, multiprocessors, invariant
         if tier == "wgmma" and capability == (9, 0):
             self.target = Target("90a")
         elif tier == "mma" and capability >= (8, 0):
@@ -139,11 +144,14 @@ class Gemms:
             raise ShapeError(f"the tier {self.tier} has tiles of {known} tokens, not {tokens}")
         epilogue = Epilogue(gate, half)
         if self.tier == "mma":
-            tile = tokens or mma_tokens(m, weights.rows, self.multiprocessors)
+            chosen = INVARIANT_MMA_TOKENS if self.invariant else mma_tokens(m, weights.rows, self.multiprocessors)
+            tile = tokens or chosen
             small = MmaGemm(weights.kind, tile, epilogue, self._memory)
             return MmaProduct(m, weights.outputs, weights.cols, self._kernel(small), small)
         kind = FRAGMENT_KINDS[weights.kind]
-        if plan is None:
+        if plan is None and self.invariant:
+            plan = invariant_plan(m, weights.rows, weights.cols, kind, self.multiprocessors)
+        elif plan is None:
             plan = make_plan(m, weights.rows, weights.cols, kind, self.multiprocessors, tokens, cluster, groups)
         variant = WgmmaGemm(weights.kind, plan.tokens, epilogue, plan.cluster, plan.groups)
         return WgmmaProduct(m, weights.outputs, weights.cols, self._kernel(variant), variant, plan)

@@ -1,11 +1,13 @@
 """How a product of given shape is cut into tiles and spread over a device's multiprocessors, by estimated time.
 
-The plan depends on the shape and the device alone, so equal calls give equal bits.
+The plan depends on the shape and the device alone, so equal calls give equal bits. `invariant_plan` depends on the
+number of tokens only in how many tiles there are: a row's result is the same whatever rows are beside it.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -46,6 +48,8 @@ _SPLIT_BYTES, _SPLIT_PENALTY = 24 << 20, 1.15  # much less where the activations
 _MANY_TOKENS, _OTHER_CLUSTER = 1024, 1.01  # two blocks share tokens where there are many, else not
 _LONE_SLAB = 1.03  # a slab that shares its tokens with no other
 _LEAST_GROUPS = 2  # of four steps, a block of a split tile
+
+_TYPICAL_TOKENS = (1, 512, 2048)  # that the tile of an invariant product has to be good for, one as much as the other
 
 _BAND_BYTES = 24 << 20  # tokens walked through together stay in the L2 cache
 
@@ -114,6 +118,35 @@ def make_plan(
     return min(plans, key=cost)
 
 
+def invariant_plan(m: int, rows: int, cols: int, kind: FragmentKind, multiprocessors: int) -> Plan:
+    """The plan whose tile follows from the weights alone, with no tile cut along K.
+
+    So a row goes through one and the same chain of instructions for every M.
+    """
+    tokens, groups = invariant_tile(rows, cols, kind, multiprocessors)
+    return _whole_tiles(m, rows, cols, kind, multiprocessors, tokens, groups)
+
+
+@functools.lru_cache(maxsize=1024)
+def invariant_tile(rows: int, cols: int, kind: FragmentKind, multiprocessors: int) -> tuple[int, int]:
+    """(tokens, groups) of the common tile that loses least over few and many tokens, in the geometric mean.
+
+    Not one of 16 tokens: it reads too much of the weights again for many.
+    """
+
+    def cost(tile: tuple[int, int]) -> tuple[float, int, int]:
+        times = [_whole_tiles(m, rows, cols, kind, multiprocessors, *tile).nanoseconds for m in _TYPICAL_TOKENS]
+        return (math.prod(times), *tile)
+
+    return min(((t, g) for g, tiles in COMMON.items() for t in tiles if t > 16), key=cost)
+
+
+def _whole_tiles(
+    m: int, rows: int, cols: int, kind: FragmentKind, multiprocessors: int, tokens: int, groups: int
+) -> Plan:
+    return next(layouts(m, rows, cols, kind, multiprocessors, tokens, 1, groups))
+
+
 def layouts(
     m: int, rows: int, cols: int, kind: FragmentKind, multiprocessors: int, tokens: int, cluster: int, groups: int
 ) -> Iterator[Plan]:
@@ -177,6 +210,9 @@ def _step(kind: FragmentKind, tokens: int, cluster: int, groups: int, crowd: int
         return max(products, transfer)
     alone = (2 * tokens + _STEP + _OPERATION * kind.operations) * _CLOCK * (_CROWDED if groups > 2 else 1.0)
     return max(float(products**_NORM + alone**_NORM) ** (1 / _NORM), transfer)
+
+
+INVARIANT_MMA_TOKENS = 64  # of a tile of the `mma` tier, where it may not depend on M
 
 
 def mma_tokens(m: int, rows: int, multiprocessors: int) -> int:

@@ -7,7 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS
-from frink_numba.kernels.gemm_plan import COMMON, TILES, Plan, blocks_on_multiprocessor, layouts, make_plan
+from frink_numba.kernels.gemm_plan import (
+    COMMON,
+    TILES,
+    Plan,
+    blocks_on_multiprocessor,
+    invariant_plan,
+    layouts,
+    make_plan,
+)
 
 Q4 = FRAGMENT_KINDS["Q4_0"]
 TILE = st.sampled_from([(g, t) for g, tiles in TILES.items() for t in tiles])
@@ -95,3 +103,36 @@ def test_forced_tiles_are_taken() -> None:
             for cluster in (1, 2):
                 plan = make_plan(300, 1000, 1024, Q4, 132, tokens, cluster, groups)
                 assert (plan.tokens, plan.cluster, plan.groups) == (tokens, cluster, groups)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 200_000),
+    cols=st.integers(1, 200).map(lambda k: 32 * k),
+    kind=st.sampled_from(sorted(FRAGMENT_KINDS)),
+    multiprocessors=st.sampled_from([2, 78, 132]),
+    numbers=st.lists(st.integers(1, 9000), min_size=2, max_size=5, unique=True),
+)
+def test_an_invariant_tile_depends_on_the_weights_alone(
+    rows: int, cols: int, kind: str, multiprocessors: int, numbers: list[int]
+) -> None:
+    """One kernel for every number of tokens, no tile cut along K, and all of the product done once."""
+    plans = [invariant_plan(m, rows, cols, FRAGMENT_KINDS[kind], multiprocessors) for m in numbers]
+    assert len({(plan.tokens, plan.groups, plan.cluster) for plan in plans}) == 1
+    for m, plan in zip(numbers, plans, strict=True):
+        assert plan.split_tiles == 0
+        assert plan.cluster == 1
+        assert plan.tokens in COMMON[plan.groups]
+        assert plan.token_tiles * plan.tokens >= m
+    done = _work(invariant_plan(min(numbers), rows, cols, FRAGMENT_KINDS[kind], multiprocessors))
+    assert all(len(who) == 1 for who in done.values())
+    assert len(done) == plans[numbers.index(min(numbers))].token_tiles * -(-plans[0].slabs // plans[0].groups) * -(
+        -plans[0].steps // 4
+    )
+
+
+def test_the_usual_plan_does_depend_on_the_number_of_tokens() -> None:
+    """What the setting is for: tiles and cuts along K follow the number of rows."""
+    plans = [make_plan(m, 3072, 3072, Q4, 132) for m in (1, 64, 512, 2048)]
+    assert len({(plan.tokens, plan.groups) for plan in plans}) > 1
+    assert any(plan.split_tiles for plan in plans)
