@@ -11,7 +11,7 @@ from frink_numba.backend import Decline, LayerCache, Run, Serve, Step
 from frink_numba.errors import ShapeError
 from frink_numba.host.body import attention, feed_forward
 from frink_numba.host.classify import decline_reason
-from frink_numba.host.kv_cache import LayerKV
+from frink_numba.host.layer_kv import LayerKV
 from frink_numba.host.prepare import PreparedLayer, prepare
 from frink_numba.host.rope import RopeTable, rope_table
 from frink_numba.host.scratch import Scratch

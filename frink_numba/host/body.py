@@ -12,7 +12,7 @@ import numpy as np
 from frink_numba.host.activation import activate, sigmoid
 from frink_numba.host.attention import attend
 from frink_numba.host.experts import mixture
-from frink_numba.host.kv_cache import store_rows
+from frink_numba.host.layer_kv import store_rows
 from frink_numba.host.linear import linear
 from frink_numba.host.lora import add_loras
 from frink_numba.host.prepare import PreparedLayer

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
 from frink_numba.backend import Backend, Edges, Step
-from frink_numba.dispatch import Dispatcher
+from frink_numba.dispatch import Dispatcher, StepResult
 from frink_numba.errors import CacheError, Cancelled, FrinkError, PromptError, SettingError
 from frink_numba.host.backend import HostBackend
-from frink_numba.host.edges import bend_logits, embed
+from frink_numba.host.batch import packed
+from frink_numba.host.edges import bend_logits
 from frink_numba.host.integers import checked_integer, shown
 from frink_numba.host.kv_cache import KVCache
 from frink_numba.host.model import Model
+from frink_numba.host.parts import Output, Part
 from frink_numba.host.rms_norm import rms_norm
 from frink_numba.host.scratch import Scratch
 from frink_numba.layer import Layer
@@ -26,22 +27,12 @@ from frink_numba.plan import Plan
 if TYPE_CHECKING:
     from frink_numba.host.generate import Generation
 
+_Checked = TypeVar("_Checked")
+
 CHUNK_SIZE = 512  # tokens of a step, where no backend says otherwise
 
 Progress = Callable[[int, int], object]
 """Called as progress(tokens done, tokens in all) after each chunk; answering False cancels the rest."""
-
-
-@dataclass(slots=True)
-class Output:
-    """What a prefill or a decode answers.
-
-    `logits` float32: [vocab] of the last token, [n, vocab] of all, or None. `hidden`: for each layer asked for the
-    hidden batch that it hands on, float32 [n, hidden], before the final norm.
-    """
-
-    logits: np.ndarray | None = None
-    hidden: dict[int, np.ndarray] = field(default_factory=dict)
 
 
 class Decoder:
@@ -98,22 +89,64 @@ class Decoder:
         """
         self._open()
         ids = self._checked_tokens(tokens)
-        if logits is not None and not (isinstance(logits, str) and logits in ("last", "all")):
-            raise SettingError(f"logits={shown(logits)}: expected 'last', 'all' or None")
-        if chunk_size is None:  # logits of many positions are many bytes at a time
-            chunk_size = min(self.chunk_size, CHUNK_SIZE) if logits == "all" else self.chunk_size
-        chunk_size = checked_integer("chunk_size", chunk_size, 1)
+        chunk_size = self._checked_chunk(logits, chunk_size)
         wanted = self._checked_layers(hidden)
         self._check_cache(cache, len(ids), start)
         output = self._allocate(len(ids), logits, wanted)
         cache.reserve(len(ids))
         for first in range(0, len(ids), chunk_size):
             last = min(first + chunk_size, len(ids))
-            with self._lock:
-                self._chunk(ids, first, last, cache, wanted, output)
+            self._run([Part(ids, first, last, cache, wanted, output)])
             if progress is not None and progress(last, len(ids)) is False and last < len(ids):
                 raise Cancelled(f"cancelled after {last} of {len(ids)} tokens; the cache holds {cache.positions}")
         return output
+
+    def prefill_batch(
+        self,
+        prompts: Sequence[Sequence[int] | np.ndarray],
+        caches: Sequence[KVCache] | None = None,
+        *,
+        logits: Literal["last", "all"] | None = "last",
+        hidden: Collection[int] = (),
+        chunk_size: int | None = None,
+        progress: Progress | None = None,
+    ) -> list[Output]:
+        """Run several prompts, each from the end of its own cache on; what `prefill` answers for each, in their order.
+
+        Short prompts go through the layers together, up to `chunk_size` tokens at a time, and long ones are cut, so
+        that a batch takes no more memory than one long prompt. `caches` None: nobody wants the K/V rows, which are then
+        neither kept nor, from a device, brought back.
+
+        All or nothing for each piece of a prompt: after an error, or when `progress` cancels, each cache stands behind
+        the last piece that was run. Errors of arguments as in `prefill`, which name the prompt, come before any work.
+        """
+        self._open()
+        chunk_size = self._checked_chunk(logits, chunk_size)
+        wanted = self._checked_layers(hidden)
+        ids = [_about(number, self._checked_tokens, prompt) for number, prompt in enumerate(prompts)]
+        if caches is None:
+            blank = self.new_cache()
+            held = [blank if len(own) <= chunk_size else self.new_cache() for own in ids]
+        else:
+            held = list(caches)
+            if len(held) != len(ids):
+                raise CacheError(f"{len(ids)} prompts, but {len(held)} caches")
+            if len({id(cache) for cache in held}) != len(held):
+                raise CacheError("each prompt needs a cache of its own: one is there twice")
+        for number, (own, cache) in enumerate(zip(ids, held, strict=True)):
+            _about(number, self._check_cache, cache, len(own), None)
+        outputs = [self._allocate(len(own), logits, wanted) for own in ids]
+        done, total = 0, sum(map(len, ids))
+        for group in packed([len(own) for own in ids], chunk_size):
+            parts = [
+                Part(ids[n], first, last, held[n], wanted, outputs[n], caches is not None or len(ids[n]) > chunk_size)
+                for n, first, last in group
+            ]
+            self._run(parts)
+            done += sum(part.last - part.first for part in parts)
+            if progress is not None and progress(done, total) is False and done < total:
+                raise Cancelled(f"cancelled after {done} of {total} tokens")
+        return outputs
 
     def decode(self, token: int, cache: KVCache, *, start: int | None = None) -> Output:
         """Run one token at the cache's end; `logits` [vocab] tell the token after it. Errors as in `prefill`."""
@@ -208,44 +241,36 @@ class Decoder:
             raise FrinkError("the decoder is closed; make another")
         return self._dispatcher
 
-    def _chunk(
-        self,
-        ids: np.ndarray,
-        first: int,
-        last: int,
-        cache: KVCache,
-        hidden_after: frozenset[int],
-        output: Output,
-    ) -> None:
-        """Run tokens first .. last-1, fill their part of `output`, then push: what fails before leaves no trace."""
-        dispatcher, model = self._open(), self.model
-        tokens = ids[first:last]
-        wanted: np.ndarray | None = None  # the part of `output.logits` that this chunk fills
-        if output.logits is not None and output.logits.ndim == 2:
-            wanted = output.logits[first:last]
-        elif output.logits is not None and last == len(ids):
-            wanted = output.logits[None]
-        step = Step(
-            dispatcher.layers,
-            cache,
-            cache.positions,
-            last - first,
-            hidden_after=hidden_after,
-            tokens=tokens,
-            edges=self._edges,
-            lookup=lambda: embed(model.embedding, tokens, model.hyper),
-            logits=0 if wanted is None else len(wanted),
-        )
-        result = dispatcher.run(step)
-        for layer in hidden_after:
-            output.hidden[layer][first:last] = result.hidden_states[layer]
+    def _run(self, parts: Sequence[Part]) -> None:
+        """Take parts of different sequences through the layers, fill their outputs, and push their rows.
+
+        All or nothing for each: what fails before its push leaves no trace.
+        """
+        with self._lock:
+            dispatcher, model = self._open(), self.model
+            wanted = [part.wanted() for part in parts]
+            steps = [
+                part.step(dispatcher.layers, self._edges, model, 0 if rows is None else len(rows))
+                for part, rows in zip(parts, wanted, strict=True)
+            ]
+            if len(parts) == 1 and parts[0].keep:
+                self._finish(parts[0], wanted[0], dispatcher.run(steps[0]))
+                return
+            for part, rows, result in zip(parts, wanted, dispatcher.run_group(steps), strict=True):
+                self._finish(part, rows, result)
+
+    def _finish(self, part: Part, wanted: np.ndarray | None, result: StepResult) -> None:
+        """Take what a step answered; the push comes last."""
+        for layer in part.hidden_after:
+            part.output.hidden[layer][part.first : part.last] = result.hidden_states[layer]
         if wanted is not None and result.logits is not None:
             np.copyto(wanted, result.logits)
-            bend_logits(wanted, model.hyper)
+            bend_logits(wanted, self.model.hyper)
         elif wanted is not None:
             assert result.hidden is not None  # the dispatcher answers one of the two
             self._logits(result.hidden[-len(wanted) :], wanted)
-        cache.push(result.kv_rows)
+        if part.keep:
+            part.cache.push(result.kv_rows)
         for counts, experts in zip(self._activations, result.experts, strict=True):
             for expert in experts:
                 counts[expert] = counts.get(expert, 0) + 1
@@ -267,6 +292,14 @@ class Decoder:
             output.logits = np.empty(shape, np.float32)
         output.hidden = {layer: np.empty((count, self.model.hyper.hidden), np.float32) for layer in sorted(layers)}
         return output
+
+    def _checked_chunk(self, logits: str | None, chunk_size: int | None) -> int:
+        """Tokens of a step; SettingError where `logits` or it is none of its values."""
+        if logits is not None and not (isinstance(logits, str) and logits in ("last", "all")):
+            raise SettingError(f"logits={shown(logits)}: expected 'last', 'all' or None")
+        if chunk_size is None:  # logits of many positions are many bytes at a time
+            chunk_size = min(self.chunk_size, CHUNK_SIZE) if logits == "all" else self.chunk_size
+        return checked_integer("chunk_size", chunk_size, 1)
 
     def _checked_tokens(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Token ids int64 [n], n > 0, each inside the vocabulary."""
@@ -300,15 +333,8 @@ class Decoder:
                 f"the cache is for {cache.context_length} positions, but the model's context is "
                 f"{self.model.context_length}: make one with decoder.new_cache()"
             )
-        if len(cache) != len(layers):
-            raise CacheError(f"the cache has {len(cache)} layers, the model {len(layers)}: it is another model's")
-        for number, (layer, rows) in enumerate(zip(layers, cache, strict=True)):
-            spec = layer.attention
-            if (rows.n_kv_heads, rows.key_dim, rows.value_dim) != (spec.n_kv_heads, spec.head_dim, spec.head_dim):
-                raise CacheError(
-                    f"layer {number}: the cache holds {rows.n_kv_heads} heads of {rows.key_dim} and {rows.value_dim} "
-                    f"channels, the model has {spec.n_kv_heads} of {spec.head_dim}: it is another model's"
-                )
+        if cache.layers is not layers:
+            _check_widths(layers, cache)
         at = cache.positions
         if start is not None and checked_integer("start", start, 0) != at:
             raise CacheError(f"the cache is at position {at}, not at {start}; truncate it or prefill the difference")
@@ -316,6 +342,27 @@ class Decoder:
             raise PromptError(
                 f"{count} tokens do not fit behind the cache's {at}: the context is {cache.context_length} tokens"
             )
+
+
+def _check_widths(layers: Sequence[Layer], cache: KVCache) -> None:
+    """A cache that was made for other layer descriptions fits these."""
+    if len(cache) != len(layers):
+        raise CacheError(f"the cache has {len(cache)} layers, the model {len(layers)}: it is another model's")
+    for number, (layer, rows) in enumerate(zip(layers, cache, strict=True)):
+        spec = layer.attention
+        if (rows.n_kv_heads, rows.key_dim, rows.value_dim) != (spec.n_kv_heads, spec.head_dim, spec.head_dim):
+            raise CacheError(
+                f"layer {number}: the cache holds {rows.n_kv_heads} heads of {rows.key_dim} and {rows.value_dim} "
+                f"channels, the model has {spec.n_kv_heads} of {spec.head_dim}: it is another model's"
+            )
+
+
+def _about(number: int, check: Callable[..., _Checked], *arguments: Any) -> _Checked:
+    """What `check` answers; its error says that it is about prompt `number`."""
+    try:
+        return check(*arguments)
+    except (PromptError, CacheError) as error:
+        raise type(error)(f"prompt {number}: {error}") from None
 
 
 def _check_is_cache(cache: KVCache) -> None:

@@ -16,9 +16,10 @@ from frink_numba.errors import (
     PromptError,
     SettingError,
 )
-from frink_numba.host import decoder as decoder_module
+from frink_numba.host import parts as parts_module
 from frink_numba.host.decoder import Decoder
-from frink_numba.host.kv_cache import KVCache, LayerKV
+from frink_numba.host.kv_cache import KVCache
+from frink_numba.host.layer_kv import LayerKV
 from frink_numba.host.load import load
 from frink_numba.host.weights import WeightStore
 from tests.golden.draws import integers
@@ -189,7 +190,7 @@ def fail_at_chunk(monkeypatch, owner, name, chunk, calls_a_chunk, error):
         (LayerKV, "write_tail", 3),
         (LayerKV, "check_rows", 3),
         (WeightStore, "matmul", 1),
-        (decoder_module, "embed", 1),
+        (parts_module, "embed", 1),
     ],
 )
 def test_a_failed_chunk_leaves_the_cache_at_the_last_whole_one(decoder, monkeypatch, owner, name, calls_a_chunk):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from frink_numba.errors import CacheError
-from frink_numba.host import kv_cache as module
+from frink_numba.host import layer_kv as module
 from frink_numba.host.kv_cache import KVCache
 from frink_numba.layer import Layer
 from tests.random_layers import random_layer

@@ -1,0 +1,67 @@
+"""A part of a sequence of tokens that goes through the layers in one step, and where its results belong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from frink_numba.backend import Edges, Step
+from frink_numba.host.edges import embed
+from frink_numba.host.kv_cache import KVCache
+from frink_numba.host.model import Model
+from frink_numba.layer import Layer
+
+
+@dataclass(slots=True)
+class Output:
+    """What a prefill or a decode answers.
+
+    `logits` float32: [vocab] of the last token, [n, vocab] of all, or None. `hidden`: for each layer asked for the
+    hidden batch that it hands on, float32 [n, hidden], before the final norm.
+    """
+
+    logits: np.ndarray | None = None
+    hidden: dict[int, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Part:
+    """Tokens first .. last-1 of a sequence's `ids`, int64 [n], behind the rows of `cache`.
+
+    `keep` False: they are the whole sequence, `cache` is empty and stays so.
+    """
+
+    ids: np.ndarray
+    first: int
+    last: int
+    cache: KVCache
+    hidden_after: frozenset[int]
+    output: Output
+    keep: bool = True
+
+    def wanted(self) -> np.ndarray | None:
+        """The rows of `output.logits` that this part fills, [rows, vocab]; None when it fills none."""
+        logits = self.output.logits
+        if logits is None:
+            return None
+        if logits.ndim == 2:
+            return logits[self.first : self.last]
+        return logits[None] if self.last == len(self.ids) else None
+
+    def step(self, layers: Sequence[Layer], edges: Edges | None, model: Model, logits: int) -> Step:
+        """Its step, which answers the logits of so many of the last tokens."""
+        tokens = self.ids[self.first : self.last]
+        return Step(
+            layers,
+            self.cache,
+            self.cache.positions,
+            len(tokens),
+            hidden_after=self.hidden_after,
+            tokens=tokens,
+            edges=edges,
+            lookup=lambda: embed(model.embedding, tokens, model.hyper),
+            logits=logits,
+            keep=self.keep,
+        )
