@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 CHUNK = 32  # the most tokens staged at a time
 
-GATES = ("", "swiglu", "geglu", "geglu_erf")  # `gates.py` computes them; of each, |act(g)| <= |g|
+GATES = ("", "swiglu", "geglu", "geglu_erf")  # see gates.py
 
 
 def chunk_tokens(tokens: int) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from frink_numba.kernels import fused_attention, fused_attention_mma, fused_attention_wgmma, qkv_prepare
-from frink_numba.kernels.cubins import Target
+from frink_numba.kernels.cubins import Source, Target
 from frink_numba.kernels.fused_attention import Attentions, source_of
 from frink_numba.kernels.fused_attention_plan import Layout, MmaLayout
 from tests.kernels.ptx_machine import Machine, Memory, Program
@@ -36,7 +36,7 @@ class MachineDevice:
         bound(0)
 
 
-class _Kernel:
+class MachineKernel:
     """Stands in for a LoadedKernel."""
 
     def __init__(self, text: str, arguments: Sequence[Any], threads: int, shared: int, memory: Memory) -> None:
@@ -59,11 +59,15 @@ class _Kernel:
 
 @functools.cache
 def ptx_of(variant: Any, target: Target) -> str:
+    """The PTX of an attention kernel."""
+    return linked_ptx(source_of(variant), target)
+
+
+def linked_ptx(source: Source, target: Target) -> str:
     """The PTX of a kernel after link-time optimization."""
     from cuda.core import Linker, LinkerOptions, ObjectCode
     from numba import cuda
 
-    source = source_of(variant)
     function, signature = source.build()
     bounds = (source.threads, source.blocks)
     code = cuda.compile(
@@ -92,7 +96,7 @@ class MachineAttentions(Attentions):
         arguments = modules[type(variant)].ARGUMENTS  # type: ignore[attr-defined]
         shared = variant.shared if isinstance(variant, Layout | MmaLayout) else 0
         text = self._change(ptx_of(variant, self.target))
-        return _Kernel(text, arguments, source.threads, shared, self._device.memory)
+        return MachineKernel(text, arguments, source.threads, shared, self._device.memory)
 
 
 def stand_in_maps(monkeypatch: pytest.MonkeyPatch) -> None:

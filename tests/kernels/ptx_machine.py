@@ -273,7 +273,9 @@ class Machine(TensorInstructions, SharedInstructions):
 
     def _do_ld_param(self, opcode: str, parts: list[str]) -> Callable[[Any], None]:
         register = self.register(parts[0])
-        value = self.parameters[parts[1].strip("[]")].view(register.dtype)
+        value = self.parameters[parts[1].strip("[]")]
+        # A wider register is filled up with zeros.
+        value = value.view(f"u{value.itemsize}").astype(f"u{register.itemsize}").view(register.dtype)
         return lambda active: register.__setitem__(active, value)
 
     def _do_ld(self, opcode: str, parts: list[str]) -> Callable[[Any], None]:
@@ -294,7 +296,7 @@ class Machine(TensorInstructions, SharedInstructions):
 
     def _do_st(self, opcode: str, parts: list[str]) -> Callable[[Any], None]:
         space = "shared" if ".shared" in opcode else "global"
-        item: Any = np.uint64 if opcode.endswith("u64") else np.uint16 if opcode.endswith("u16") else np.uint32
+        item: Any = np.uint64 if opcode.endswith("u64") else np.uint16 if opcode.endswith(("u16", "b16")) else np.uint32
         kind = {np.uint64: "u64", np.uint16: "u32", np.uint32: "u32"}[item]
         sources = [self.operand(p.strip(), kind) for p in parts[1].strip("{}").split(",")]
         address = self.address(parts[0])

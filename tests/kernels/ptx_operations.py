@@ -163,6 +163,7 @@ PLAIN: dict[str, Any] = {
     "mul.lo.s64": _by_kind(operator.mul, 2),
     "mul.f32": _by_kind(operator.mul, 2),
     "mul.wide.u32": _typed(lambda a, b: a.astype(np.uint64) * b, "u64", "u32", "u32"),
+    "mul.wide.s32": _typed(lambda a, b: a.astype(np.int64) * b, "s64", "s32", "s32"),
     "mad.wide.u32": _typed(lambda a, b, c: a.astype(np.uint64) * b + c, "u64", "u32", "u32", "u64"),
     "mad.lo.s32": _by_kind(lambda a, b, c: a * b + c, 3),
     "div.u32": _by_kind(_truncated, 2),
