@@ -44,7 +44,22 @@ OPTIONS = (
         LayerOptions(activation=Activation.GEGLU, sinks=True, post_norms=True, residual_scale=1.5, window=4, ffn=64),
         ["F16", "Q8_0", "Q8_0", "Q4_0", "Q8_0", "F16"],
     ),
-)
+    (
+        LayerOptions(head_dim=32, pre_norms=False, post_norms=True, qk_norm="head", activation=Activation.GEGLU_ERF,
+                     ffn=96, residual_scale=0.6),
+        ["Q8_0"],
+    ),
+    (
+        LayerOptions(layout=RopeLayout.NEOX, head_dim=32, partial=True, magnitude=1.2, qk_norm="head",
+                     qk_norm_after_rope=True, activation=Activation.GEGLU_ERF, bias=True, ffn=64),
+        ["Q4_0", "Q8_0", "F16"],
+    ),
+    (
+        LayerOptions(pre_norms=False, post_norms=True, qk_norm="whole", qk_norm_after_rope=True, magnitude=0.8,
+                     ffn=64, window=6),
+        ["F16", "F16", "Q8_0", "F16", "Q8_0"],
+    ),
+)  # fmt: skip
 
 
 def unlike_layers(seed: int = 0, options: Sequence[tuple[LayerOptions, list[str]]] = OPTIONS) -> list[Layer]:
@@ -54,6 +69,8 @@ def unlike_layers(seed: int = 0, options: Sequence[tuple[LayerOptions, list[str]
 
 
 def _tempered(layer: Layer) -> Layer:
+    if layer.attn_norm is None:  # then norms of q and k keep scores in bounds
+        return layer
     spec, width = layer.attention, np.sqrt(layer.hidden_dim)
     scores = np.std(reference.weights(spec.q)) * np.std(reference.weights(spec.k))
     gates = np.std(reference.weights(layer.ffn.experts[0].gate))

@@ -228,17 +228,62 @@ def test_activations_of_any_size(tier: str, batch: int, size: float):
         assert worst_error([layer], step, run_of(backend_on(tensor_device(tier), [layer]), step)) < LIMIT
 
 
+def plain(width: int, **options) -> Layer:
+    return random_layer(np.random.default_rng(0), LayerOptions(**{"hidden": width, "ffn": 64, **options}))
+
+
+def enlarge(layer: Layer, factor: float) -> Layer:
+    """A layer of float32 matrices with larger values, of which the output projection gives as much as before."""
+    spec = layer.attention
+    v = QuantMatrix.from_float32((spec.v.data.view(np.float32) * factor).astype(np.float32))
+    o = QuantMatrix.from_float32((spec.o.data.view(np.float32) / factor).astype(np.float32))
+    bias = None if spec.v_bias is None else (spec.v_bias * factor).astype(np.float32)
+    return replace(layer, attention=replace(spec, v=v, o=o, v_bias=bias))
+
+
+UNNORMED = [
+    *(layer for layer in LAYERS if layer.attn_norm is None),
+    enlarge(plain(HIDDEN, pre_norms=False, post_norms=True, qk_norm="head", head_dim=32), 1e3),
+]
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("batch", [2, 12])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 4096.0])
+@pytest.mark.parametrize("norms", [True, False])
+def test_streams_that_no_norm_bounds(tier: str, batch: int, size: float, norms: bool):
+    """Numerics: products of the stream itself, over the whole range that is promised for q, K and V."""
+    for layer in UNNORMED:
+        if not norms:
+            layer = _with(layer, q_norm=None, k_norm=None, scale=0.1 * size**-2)
+        hidden = (hidden_rows(batch) * size).astype(np.float32)
+        hidden[0] *= 1e-6
+        cache = cache_of([layer], 0)
+        cache.push([(k if norms else k * np.float32(size), v * np.float32(size)) for k, v in random_rows([layer], 3)])
+        step = step_over([layer], cache, hidden)
+        assert worst_error([layer], step, run_of(backend_on(tensor_device(tier), [layer]), step)) < LIMIT
+
+
+@pytest.mark.parametrize("batch", [2, 12])
+def test_a_stream_beyond_all_bounds_is_never_wrong(batch: int):
+    """Numerics: where f16 cannot hold a row of V, the rows that see it are not-a-numbers; the others are right."""
+    for layer in UNNORMED:
+        hidden = hidden_rows(batch)
+        hidden[1] *= 1e12
+        step = step_over([layer], cache_of([layer], 0), hidden)
+        got, keys, values = run_of(backend_on(tensor_device(), [layer]), step)
+        want, want_k, want_v = reference.layer(layer, hidden)
+        assert np.isnan(got[1]).any()
+        assert reference.relative_error(got[:1], want[:1]) < LIMIT
+        assert all(np.isnan(row).any() for row in got[1 : layer.attention.window or None])
+        for mine, true in ((keys, want_k), (values, want_v)):
+            assert reference.relative_error(mine[1:2], true[1:2]) < LIMIT
+
+
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("batch", [2, 300])
 def test_rows_of_k_and_v_beyond_f16(tier: str, batch: int):
     """Numerics: biases of 1e6 and values of 1e7; each layer has powers of two of its own."""
-
-    def enlarge(layer: Layer, factor: float) -> Layer:
-        spec = layer.attention
-        v = QuantMatrix.from_float32((spec.v.data.view(np.float32) * factor).astype(np.float32))
-        o = QuantMatrix.from_float32((spec.o.data.view(np.float32) / factor).astype(np.float32))
-        bias = (spec.v_bias * factor).astype(np.float32)
-        return replace(layer, attention=replace(spec, v=v, o=o, v_bias=bias))
 
     kinds = [(LayerOptions(head_dim=32, ffn=64, bias=True), ["F32"])] * 4
     layers = [enlarge(layer, 10.0**p) for layer, p in zip(unlike_layers(6, kinds), (7, 6, 5, 0), strict=True)]
@@ -256,10 +301,6 @@ def layer_scale(layer: Layer) -> float:
 
 def _with(layer: Layer, **attention) -> Layer:
     return replace(layer, attention=replace(layer.attention, **attention))
-
-
-def plain(width: int, **options) -> Layer:
-    return random_layer(np.random.default_rng(0), LayerOptions(**{"hidden": width, "ffn": 64, **options}))
 
 
 @pytest.mark.parametrize(
