@@ -90,9 +90,14 @@ class Serve:
 
 @dataclass(frozen=True, slots=True)
 class Decline:
-    """No, and why: one line without the layer's number, so that equal reasons are said once."""
+    """No, and why: one line without the layer's number, so that equal reasons are said once.
+
+    `passing`: the answer may be another for other steps over the same layers and caches. With FRINK_INVARIANT nobody
+    else may serve the step then, since results would depend on how a text is cut.
+    """
 
     reason: str
+    passing: bool = field(default=False, compare=False)
 
 
 @dataclass(slots=True)
@@ -114,7 +119,11 @@ class Run:
 
 @runtime_checkable
 class Backend(Protocol):
-    """Serves runs of consecutive layers. Made by a factory `(layers) -> Backend` that raises BackendUnavailable."""
+    """Serves runs of consecutive layers. Made by a factory `(layers) -> Backend` that raises BackendUnavailable.
+
+    With FRINK_INVARIANT only backends with a true attribute `invariant` are asked: a row's results, to the bit, are
+    then the same in every step that has the same rows before it, whatever else is in the step.
+    """
 
     name: str
 

@@ -120,6 +120,13 @@ SETTINGS: dict[str, Setting] = {
         ),
         Setting("FRINK_CUDA_TIER", _tier, "auto", "`auto`", "Kernel tier: `auto`, `simt`, `mma` or `wgmma`."),
         Setting(
+            "FRINK_INVARIANT",
+            parse_flag,
+            False,
+            "`0`",
+            "Results do not depend, to the bit, on how a text is cut into chunks or on what runs beside it; slower.",
+        ),
+        Setting(
             "OPENBLAS_NUM_THREADS",
             _threads,
             None,

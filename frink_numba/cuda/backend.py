@@ -22,7 +22,7 @@ from frink_numba.cuda.runtime import one_line
 from frink_numba.cuda.shapes import check_hidden, check_layer, check_prefix
 from frink_numba.cuda.traffic import Traffic
 from frink_numba.cuda.weights import DeviceLayer
-from frink_numba.errors import BackendUnavailable, ShapeError
+from frink_numba.errors import BackendUnavailable, DeviceError, ShapeError
 from frink_numba.layer import Layer
 from frink_numba.log import warn_once
 
@@ -83,6 +83,11 @@ class CudaBackend:
         return self.device.body.chunk_size
 
     @property
+    def invariant(self) -> bool:
+        """Whether results do not depend on how rows are cut into steps (FRINK_INVARIANT)."""
+        return self.device.body.invariant
+
+    @property
     def stats(self) -> Traffic:
         """What went over the bus since the backend was made: a copy."""
         with self._traffic_lock:
@@ -95,20 +100,23 @@ class CudaBackend:
         """
         problem = self.device.problem
         if problem is not None:
-            return Decline(problem)
+            return Decline(problem, passing=True)
         least = self.device.body.least_batch
         if step.batch < least:
-            return Decline(f"a batch of fewer than {least} rows")
+            return Decline(f"a batch of fewer than {least} rows", passing=True)
         if step.layers[l] is not self._layers[l]:
             return Decline("the step's layer is not the one the backend was made for")
-        reason = self._reasons[l] or _cache_reason(step.caches[l], self._layers[l], step.start_pos)
+        reason = self._reasons[l] or self._rounding_reason(step.caches[l])
         if reason is not None:
             return Decline(reason)
+        reason = _cache_reason(step.caches[l], self._layers[l], step.start_pos)
+        if reason is not None:
+            return Decline(reason, passing=True)
         try:
             reason = self._admission.reason(l, step)
         except Exception as error:  # numba, cuda.core and cuda.bindings each have classes of their own
             reason = f"its free memory is not known: {self.device.failed(error)}"
-        return self._serve if reason is None else Decline(reason)
+        return self._serve if reason is None else Decline(reason, passing=True)
 
     def serves_all(self, step: Step) -> Serve | None:
         """Serve when a step is like one that just ran, so that every layer need not be asked; None is no answer.
@@ -172,6 +180,12 @@ class CudaBackend:
                 self._traffic.add(traffic)
         return Run(answer.hidden, answer.rows, logits=answer.logits)
 
+    def _rounding_reason(self, cache: LayerCache) -> str | None:
+        """Where rows stay float32 within a step, a cache of float16 makes the next step see others."""
+        if not self.invariant or self.device.body.mirrors_rows or cache.prefix()[0].dtype == np.float32:
+            return None
+        return f"FRINK_INVARIANT=1 and the {self.device.tier} tier need a cache of float32"
+
     def _new_rows_bytes(self, number: int, step: Step) -> int:
         """Bytes that layer `number`'s K/V rows will take on the device beside those they take now."""
         return self._admission.mirror(number, step) - self.device.body.mirror_held(step.caches[number])
@@ -201,6 +215,8 @@ class CudaBackend:
         if held is None:
             rows = sum(self._new_rows_bytes(number, step) for number in range(l, l + length))
             if device.held_bytes + rows + device.body.edges_bytes(edges) > device.memory.bytes():
+                if self.invariant:  # the host's logits, after this step or others, would have other bits
+                    raise DeviceError("FRINK_INVARIANT=1 and no room for the embedding and the output matrix")
                 return whole
             held = device.body.upload_edges(edges, device.workspace.compute, traffic)
             device.bank.add(held, self._holder)

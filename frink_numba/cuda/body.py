@@ -88,6 +88,10 @@ class Body(Protocol):
     def chunk_size(self) -> int:
         """Rows of a step that keep the device busy."""
 
+    @property
+    def invariant(self) -> bool:
+        """Whether a row's result, to the bit, is the same in every step over the same rows before it."""
+
     def judged(self, layer: Layer) -> Layer:
         """The layer without what this tier serves beyond the table of `classify.py`."""
 

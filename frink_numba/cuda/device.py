@@ -56,7 +56,7 @@ class CudaDevice:
         self._process = os.getpid()
 
     def __str__(self) -> str:
-        return f"{self.info.name}, {self.tier} tier"
+        return f"{self.info.name}, {self.tier} tier{', invariant' if self.body.invariant else ''}"
 
     @property
     def tier(self) -> str:
@@ -163,6 +163,11 @@ def open_device(number: int = 0) -> CudaDevice:
     tier = choose_tier(settings.get("FRINK_CUDA_TIER"), device.info.compute_capability)
     if tier != device.tier:
         raise BackendUnavailable(f"FRINK_CUDA_TIER={tier} came after the device was opened with {device.tier}")
+    invariant = settings.get("FRINK_INVARIANT")
+    if invariant != device.body.invariant:
+        raise BackendUnavailable(
+            f"FRINK_INVARIANT={int(invariant)} came after the device was opened with {int(not invariant)}"
+        )
     return device
 
 
@@ -195,22 +200,23 @@ def _open(number: int) -> CudaDevice:
     tier = choose_tier(settings.get("FRINK_CUDA_TIER"), info.compute_capability)
     try:
         runtime = NumbaRuntime(number)
-        return CudaDevice(info, runtime, make_body(tier, info, runtime))
+        return CudaDevice(info, runtime, make_body(tier, info, runtime, invariant=settings.get("FRINK_INVARIANT")))
     except ImportError as error:
         raise BackendUnavailable(f"numba-cuda cannot be imported: {one_line(error)}") from error
 
 
-def make_body(tier: str, info: driver.Device, runtime: Runtime) -> Body:
-    """The body of a tier. ImportError when numba-cuda cannot be imported."""
+def make_body(tier: str, info: driver.Device, runtime: Runtime, *, invariant: bool = False) -> Body:
+    """The body of a tier; `invariant` as in FRINK_INVARIANT. ImportError when numba-cuda cannot be imported."""
     if tier == "simt":
         from frink_numba.cuda.simt.body import SimtBody
         from frink_numba.cuda.simt.launchers import load_launchers
 
-        return SimtBody(runtime, load_launchers())
+        return SimtBody(runtime, load_launchers(invariant=invariant), invariant=invariant)
     from frink_numba.cuda.tensor.body import TensorBody
     from frink_numba.cuda.tensor.kernels import TensorKernels
 
-    return TensorBody(runtime, TensorKernels(tier, info.compute_capability, info.multiprocessors), info.multiprocessors)
+    kernels = TensorKernels(tier, info.compute_capability, info.multiprocessors, invariant=invariant)
+    return TensorBody(runtime, kernels, info.multiprocessors)
 
 
 def _check_packages(found: driver.Driver) -> None:

@@ -143,10 +143,13 @@ def _multiprocessors() -> int:
     return int(cuda.get_current_device().MULTIPROCESSOR_COUNT)
 
 
-def quantized_matmul(x: Any, weight: DeviceMatrix, out: Any, stream: Any = 0, *, tile: Tile | None = None) -> None:
+def quantized_matmul(
+    x: Any, weight: DeviceMatrix, out: Any, stream: Any = 0, *, tile: Tile | None = None, thin: bool = True
+) -> None:
     """out[m, n] = x[m, k] W[n, k]^T; float32 device arrays, any m and n.
 
-    Few rows go to `thin_matmul`; `tile` forces one of TILES. ShapeError when the arrays do not fit the matrix, or x has
+    Few rows go to `thin_matmul`, unless `thin` is False: all tiles sum along k from first to last, so that a row's bits
+    depend on that row alone. `tile` forces one of TILES. ShapeError when the arrays do not fit the matrix, or x has
     2**31 elements or more.
     """
     m = require_rank("quantized_matmul", "x", x, 2)[0]
@@ -156,7 +159,7 @@ def quantized_matmul(x: Any, weight: DeviceMatrix, out: Any, stream: Any = 0, *,
         raise ShapeError(f"quantized_matmul: x of {m} x {weight.cols} is too large; take fewer rows at a time")
     if m == 0:
         return
-    if tile is None and m <= MOST_ROWS:
+    if thin and tile is None and m <= MOST_ROWS:
         thin_matmul(x, weight, out, stream)
         return
     if tile is None:

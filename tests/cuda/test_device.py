@@ -103,7 +103,7 @@ def test_packages_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch):
     """Field report: NumPy 2.5 breaks numba-cuda. An import that fails is a reason, not a crash."""
     answering(monkeypatch)
 
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise ImportError("cannot import name 'row_stack' from 'numpy'")
 
     monkeypatch.setattr(module, "make_body", broken)
@@ -114,7 +114,7 @@ def test_a_device_is_opened_once_with_its_facts(monkeypatch: pytest.MonkeyPatch)
     answering(monkeypatch)
     monkeypatch.setattr(module, "NumbaRuntime", lambda number: None)
     monkeypatch.setenv("FRINK_CUDA_TIER", "simt")
-    monkeypatch.setattr(module, "make_body", lambda tier, info, runtime: SimtBody(runtime, None))
+    monkeypatch.setattr(module, "make_body", lambda tier, info, runtime, invariant: SimtBody(runtime, None))
     device = open_device(0)
     assert open_device(0) is device
     assert device.info == H200

@@ -25,15 +25,18 @@ class SimtBody:
     """See `frink_numba.cuda.body.Body`. Prefix rows go up with every step: it keeps none of them."""
 
     tier = "simt"
-    least_batch = 4  # below it the matrix products read all weights for next to no work (R2)
     mirrored_bytes = 0
     changes = 0
     chunk_size = 512
     mirrors_rows = False
 
-    def __init__(self, runtime: Runtime, launchers: Launchers) -> None:
+    def __init__(self, runtime: Runtime, launchers: Launchers, *, invariant: bool = False) -> None:
+        """invariant: matrix products sum in one order for any number of rows, and serve a single one too."""
         self.runtime = runtime
         self.launchers = launchers
+        self.invariant = invariant
+        # Below four rows the matrix products read all weights for next to no work (R2).
+        self.least_batch = 1 if invariant else 4
 
     def judged(self, layer: Layer) -> Layer:
         return layer

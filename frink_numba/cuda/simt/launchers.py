@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +28,11 @@ class Launchers:
     matrix: Callable[..., Any]  # (kind, device bytes, rows, cols): what `quantized_matmul` takes
 
 
-def load_launchers() -> Launchers:
-    """The launchers of the `simt` tier. ImportError when numba-cuda cannot be imported."""
+def load_launchers(*, invariant: bool = False) -> Launchers:
+    """The launchers of the `simt` tier. ImportError when numba-cuda cannot be imported.
+
+    invariant: few rows go through the products for many, which sum in another order than those for few.
+    """
     from frink_numba.kernels.attention import causal_attention
     from frink_numba.kernels.bias import add_bias
     from frink_numba.kernels.device_matrix import DeviceMatrix, pack
@@ -46,7 +50,7 @@ def load_launchers() -> Launchers:
         causal_attention=causal_attention,
         swiglu=swiglu,
         residual_add=residual_add,
-        quantized_matmul=quantized_matmul,
+        quantized_matmul=functools.partial(quantized_matmul, thin=False) if invariant else quantized_matmul,
         pack=pack,
         matrix=DeviceMatrix,
     )

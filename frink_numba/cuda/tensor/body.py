@@ -26,6 +26,7 @@ from frink_numba.cuda.tensor.program import Program
 from frink_numba.cuda.tensor.scratch import ATTENTION_WORKSPACE, COUNTERS, STAGED_ROWS, TensorScratch
 from frink_numba.cuda.tensor.weights import TensorLayer, decline, layer_bytes, upload_layer
 from frink_numba.cuda.traffic import Traffic
+from frink_numba.errors import DeviceError
 from frink_numba.kernels.fused_attention import head_pitch
 from frink_numba.layer import Layer
 
@@ -57,6 +58,10 @@ class TensorBody:
     def tier(self) -> str:
         tier: str = self.kernels.tier
         return tier
+
+    @property
+    def invariant(self) -> bool:
+        return bool(self.kernels.invariant)
 
     def judged(self, layer: Layer) -> Layer:
         return lifted(layer)
@@ -168,6 +173,9 @@ class TensorBody:
         traffic: Traffic,
     ) -> None:
         """Bring up the rows before the batch that the mirror does not hold (R11)."""
+        if self.invariant and max(layer.scales[1:]) > 1 and source.prefix[0].dtype != np.float32:
+            # Within a step they are f16 after the division, behind it f16 before: two roundings, not one.
+            raise DeviceError("FRINK_INVARIANT=1 needs a cache of float32: this layer's K/V rows are scaled for f16")
         known = min(start_pos, mirror.known_rows(source.cache))
         mirror.rows = start_pos
         if known == start_pos:

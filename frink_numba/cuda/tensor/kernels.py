@@ -21,11 +21,17 @@ from frink_numba.kernels.thin_gemm import ThinGemms
 
 
 class TensorKernels:
-    """Products, attentions and the kernels over rows, for one device; `thins` and `decodes` are those for few rows."""
+    """Products, attentions and the kernels over rows, for one device; `thins` and `decodes` are those for few rows.
 
-    def __init__(self, tier: str, capability: tuple[int, int], multiprocessors: int) -> None:
-        self.tier = tier
-        self.gemms = Gemms(tier, capability, multiprocessors)
+    invariant: nothing that is launched may make a row's result depend on the rows beside it, or on their number. So
+    `thins` and `decodes`, which sum in another order than the kernels for many rows, are not to be used.
+    """
+
+    def __init__(
+        self, tier: str, capability: tuple[int, int], multiprocessors: int, *, invariant: bool = False
+    ) -> None:
+        self.tier, self.invariant = tier, invariant
+        self.gemms = Gemms(tier, capability, multiprocessors, invariant=invariant)
         self.thins = ThinGemms(capability, multiprocessors)
         self.attentions = Attentions(tier, capability, multiprocessors)
         self.decodes = DecodeAttentions(capability, multiprocessors)

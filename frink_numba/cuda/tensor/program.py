@@ -87,6 +87,7 @@ class Program:
         logits: int = 0,
     ) -> None:
         self._kernels, self._m = kernels, m
+        self._few = 0 if kernels.invariant else THIN_ROWS
         self.rows = m
         layout = Layout()
         self._at = {name: base + layout.add(size) for name, size in scratch.parts(m).items()}
@@ -205,7 +206,7 @@ class Program:
         width = shape.query_width + 2 * shape.kv_width
         for weights, column in layer.qkv:
             made.append(self._product(weights, x, at["qkv"] + 4 * column, 4 * width))
-        if m <= THIN_ROWS and _decodes(layer):
+        if m <= self._few and _decodes(layer):
             made.append(self._decode_attention(layer, attended, record, rows))
         else:
             made.append(self._prepare(layer, record, rows))
@@ -229,7 +230,7 @@ class Program:
             plain = self._operand("normed")
             self._made.append(self._kernels.gemms.half_rows(hidden, m, width, plain))
             return plain
-        if m <= THIN_ROWS and width <= MOST_NORM_COLUMNS:
+        if m <= self._few and width <= MOST_NORM_COLUMNS:
             return NormRows(hidden, weight, eps)
         normed = self._operand("normed")
         self._made.append(self._kernels.norm_half(m, width, hidden, weight, eps, normed))
@@ -358,7 +359,7 @@ class Program:
     ) -> Launch:
         kernels, half, m = self._kernels, bool(out_scale), m or self._m
         bound: Launch
-        if m <= THIN_ROWS:
+        if m <= self._few:
             thin = kernels.thins.product(weights, m, gate=gate, half=half, norm=isinstance(x, NormRows))
             room = self._room(thin.plan.counters, thin.workspace)
             bound = thin.bind(weights, x, out, pitch, workspace=room, add=add, out_scale=out_scale)
