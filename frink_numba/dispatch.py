@@ -11,6 +11,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from frink_numba import settings
 from frink_numba.backend import Backend, Decline, Run, Serve, Step
 from frink_numba.errors import BackendError, CacheError, ShapeError
 from frink_numba.layer import Layer
@@ -67,7 +68,8 @@ class Dispatcher:
     ) -> None:
         self.layers = layers
         self.order = resolve_order(backends)
-        self.backends, self.unavailable = create_backends(self.order, layers, host)
+        self._invariant: bool = settings.get("FRINK_INVARIANT")
+        self.backends, self.unavailable = create_backends(self.order, layers, host, invariant=self._invariant)
 
     def close(self) -> None:
         """Close every backend; may be called twice."""
@@ -193,9 +195,14 @@ class Dispatcher:
         return Plan(step.batch, step.start_pos, fold(rows, step.hidden_after), tuple(self.unavailable))
 
     def _verdict(self, l: int, step: Step, barred: dict[int, list[tuple[str, str]]]) -> _Verdict:  # noqa: E741
-        """The first backend of the order that serves `l`, and why those before it do not."""
+        """The first backend of the order that serves `l`, and why those before it do not.
+
+        With FRINK_INVARIANT nobody takes the place of one that serves the layer in other steps.
+        """
         declined: list[tuple[str, str]] = list(barred.get(l, ()))
         failed = {name for name, _ in declined}
+        if failed and self._invariant:
+            return _Verdict(None, "", tuple(declined))
         for backend in self.backends:
             if backend.name in failed:
                 continue
@@ -203,6 +210,8 @@ class Dispatcher:
             if isinstance(answer, Serve):
                 return _Verdict(backend, answer.note, tuple(declined))
             declined.append((backend.name, answer.reason))
+            if answer.passing and self._invariant:
+                break
         return _Verdict(None, "", tuple(declined))
 
     def _longest_run(self, l: int, step: Step, barred: dict[int, list[tuple[str, str]]]) -> list[_Verdict]:  # noqa: E741
@@ -252,6 +261,8 @@ class Dispatcher:
         reasons = [f"{name}: {reason}" for name, reason in verdict.declined]
         reasons += [f"{entry.name}: {entry.reason}" for entry in self.unavailable]
         remedy = "" if self.order.has_host else "; add 'host' to the list"
+        if self._invariant and self.order.has_host:
+            remedy = "; with FRINK_INVARIANT=1 no other backend may go on in its place: try FRINK_BACKEND=host"
         return f"{self.order.source}: no backend serves layer {l} ({'; '.join(reasons)}){remedy}"
 
 

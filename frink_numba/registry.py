@@ -187,11 +187,11 @@ class Unavailable:
 
 
 def create_backends(
-    order: Order, layers: Sequence[Layer], host: Factory | None
+    order: Order, layers: Sequence[Layer], host: Factory | None, *, invariant: bool = False
 ) -> tuple[list[Backend], list[Unavailable]]:
     """Make the backends of `order` for one model's layers; `host` makes the engine's own.
 
-    One that cannot run here, or that misbehaves, is reported once and left out: a warning when the user named it or
+    One that cannot run here, that does not promise `invariant` results where these are asked for, or that misbehaves, is reported once and left out: a warning when the user named it or
     the machine has what it needs, else an info line. BackendError when none is left.
     """
     made: list[Backend] = []
@@ -199,6 +199,9 @@ def create_backends(
     for name in order.names:
         try:
             backend = _create(name, layers, host)
+            if invariant and getattr(backend, "invariant", False) is not True:
+                backend.close()
+                raise BackendUnavailable("FRINK_INVARIANT=1, and its results may depend on how a text is cut")
         except BackendUnavailable as error:
             reason, quiet = str(error), error.absent and name not in order.named
         except PLUGIN_ERRORS as error:
