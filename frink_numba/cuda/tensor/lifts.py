@@ -16,10 +16,10 @@ from frink_numba.layer import Activation, AttentionSpec, FeedForward, Layer
 # The activations of gated products, by their name in `gemm_epilogue`.
 GATES = {Activation.SWIGLU: "swiglu", Activation.GEGLU: "geglu", Activation.GEGLU_ERF: "geglu_erf"}
 
-# Products of a stream that no norm bounds: its rows may have this root of their mean square at least, before a row of
-# V (or of a q or k without a norm) leaves the range of f16 and becomes not-a-number. As the bound is loose by the
-# square root of the width as a rule, and f16 keeps 2**29 below it exact, streams from 2**-10 on lose nothing.
-LARGEST_STREAM = 2.0**12
+# The root of the mean square of a stream's row up to which products of the stream itself, without a norm before them,
+# are sure to stay within f16; beyond it a row of V (or of a q or k without a norm) may become not-a-number. It stands in
+# for the bound that a norm's weight gives. f16 keeps 2**29 below the bound exact: rows from 2**-10 on lose nothing.
+LARGEST_STREAM = 2.0**8
 
 
 def lifted(layer: Layer) -> Layer:
