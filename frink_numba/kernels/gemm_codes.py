@@ -1,7 +1,8 @@
 """The file's bytes of each kind, taken apart: unsigned codes per element, and the scales as the format stores them.
 
 Only `gemm_pack.py` calls this, once per matrix at upload. Source of the layouts: the GGUF formats as the `gguf` package
-dequantizes them; the tests hold the whole chain against it. Arrays: `raw` is uint8 [rows, blocks, block bytes].
+dequantizes them; the tests hold the whole chain against it. Arrays: `raw` is uint8 [rows, blocks, block bytes],
+contiguous.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import numpy as np
 class Codes:
     """An element is d * scale * (code - offset) - dmin * minimum (IQ4: table[code] in place of code - offset).
 
-    codes: uint8 [rows, cols]; d, dmin: float32 [rows, blocks]; scale (the format's integers, offset removed) and
-    minimum: int16 [rows, blocks, sub-blocks]. Kinds without super-blocks have scale None, and `dmin` = -m where the
-    format adds m.
+    codes: makes uint8 [rows, cols], one byte an element; d, dmin: float32 [rows, blocks]; scale (the format's integers,
+    offset removed) and minimum: int16 [rows, blocks, sub-blocks]. Kinds without super-blocks have scale None, and
+    `dmin` = -m where the format adds m.
     """
 
-    codes: np.ndarray
+    codes: Callable[[], np.ndarray]
     d: np.ndarray
     dmin: np.ndarray | None = None
     scale: np.ndarray | None = None
@@ -30,7 +31,7 @@ class Codes:
 
 def _half(raw: np.ndarray, at: int) -> np.ndarray:
     """The f16 at byte `at` of each block as float32 [rows, blocks]."""
-    return np.ascontiguousarray(raw[..., at : at + 2]).view(np.float16)[..., 0].astype(np.float32)
+    return raw.view(np.float16)[..., at // 2].astype(np.float32)
 
 
 def _flat(parts: np.ndarray) -> np.ndarray:
@@ -49,25 +50,25 @@ def _bits_of(word_bytes: np.ndarray) -> np.ndarray:
 
 
 def _q4_0(raw: np.ndarray) -> Codes:
-    return Codes(_flat(_split_nibbles(raw[..., 2:])), _half(raw, 0))
+    return Codes(lambda: _flat(_split_nibbles(raw[..., 2:])), _half(raw, 0))
 
 
 def _q4_1(raw: np.ndarray) -> Codes:
-    return Codes(_flat(_split_nibbles(raw[..., 4:])), _half(raw, 0), dmin=-_half(raw, 2))
+    return Codes(lambda: _flat(_split_nibbles(raw[..., 4:])), _half(raw, 0), dmin=-_half(raw, 2))
 
 
 def _q5_0(raw: np.ndarray) -> Codes:
     codes = _split_nibbles(raw[..., 6:]) | (_bits_of(raw[..., 2:6]) << np.uint8(4))
-    return Codes(_flat(codes), _half(raw, 0))
+    return Codes(lambda: _flat(codes), _half(raw, 0))
 
 
 def _q5_1(raw: np.ndarray) -> Codes:
     codes = _split_nibbles(raw[..., 8:]) | (_bits_of(raw[..., 4:8]) << np.uint8(4))
-    return Codes(_flat(codes), _half(raw, 0), dmin=-_half(raw, 2))
+    return Codes(lambda: _flat(codes), _half(raw, 0), dmin=-_half(raw, 2))
 
 
 def _q8_0(raw: np.ndarray) -> Codes:
-    return Codes(_flat(raw[..., 2:] ^ np.uint8(128)), _half(raw, 0))
+    return Codes(lambda: _flat(raw[..., 2:] ^ np.uint8(128)), _half(raw, 0))
 
 
 def _k4_scales(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -81,8 +82,8 @@ def _k4_scales(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _q4_k(raw: np.ndarray) -> Codes:
     scale, minimum = _k4_scales(raw[..., 4:16])
-    codes = _split_nibbles(raw[..., 16:].reshape(*raw.shape[:2], 4, 32))
-    return Codes(_flat(codes), _half(raw, 0), _half(raw, 2), scale, minimum)
+    packed = raw[..., 16:].reshape(*raw.shape[:2], 4, 32)
+    return Codes(lambda: _flat(_split_nibbles(packed)), _half(raw, 0), _half(raw, 2), scale, minimum)
 
 
 def _q5_k(raw: np.ndarray) -> Codes:
@@ -90,7 +91,7 @@ def _q5_k(raw: np.ndarray) -> Codes:
     codes = _split_nibbles(raw[..., 48:].reshape(*raw.shape[:2], 4, 32)).reshape(*raw.shape[:2], 8, 32)
     high = raw[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]
     codes = codes | ((high & np.uint8(1)) << np.uint8(4))
-    return Codes(_flat(codes), _half(raw, 0), _half(raw, 2), scale, minimum)
+    return Codes(lambda: _flat(codes), _half(raw, 0), _half(raw, 2), scale, minimum)
 
 
 def _q6_k(raw: np.ndarray) -> Codes:
@@ -99,7 +100,7 @@ def _q6_k(raw: np.ndarray) -> Codes:
     shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
     high = (raw[..., 128:192].reshape(*raw.shape[:2], 2, 1, 32) >> shifts) & np.uint8(3)
     scale = np.ascontiguousarray(raw[..., 192:208]).view(np.int8).astype(np.int16)
-    return Codes(_flat(low | (high << np.uint8(4))), _half(raw, 208), scale=scale)
+    return Codes(lambda: _flat(low | (high << np.uint8(4))), _half(raw, 208), scale=scale)
 
 
 def _two_bit_codes(qs: np.ndarray) -> np.ndarray:
@@ -111,7 +112,7 @@ def _two_bit_codes(qs: np.ndarray) -> np.ndarray:
 def _q2_k(raw: np.ndarray) -> Codes:
     scales = raw[..., 0:16].astype(np.int16)
     codes = _two_bit_codes(raw[..., 16:80])
-    return Codes(_flat(codes), _half(raw, 80), _half(raw, 82), scales & 15, scales >> 4)
+    return Codes(lambda: _flat(codes), _half(raw, 80), _half(raw, 82), scales & 15, scales >> 4)
 
 
 def _q3_k(raw: np.ndarray) -> Codes:
@@ -122,7 +123,7 @@ def _q3_k(raw: np.ndarray) -> Codes:
     low = np.concatenate([packed[..., :8] & 15, packed[..., :8] >> 4], axis=-1)
     high = packed[..., None, 8:12] >> np.array([0, 2, 4, 6], np.int16)[:, None]
     scale = low | ((high.reshape(*raw.shape[:2], 16) & 3) << 4)
-    return Codes(_flat(codes), _half(raw, 108), scale=scale - 32)
+    return Codes(lambda: _flat(codes), _half(raw, 108), scale=scale - 32)
 
 
 def _iq4_nl(raw: np.ndarray) -> Codes:
@@ -135,7 +136,7 @@ def _iq4_xs(raw: np.ndarray) -> Codes:
     low = raw[..., 4:8].astype(np.int32)
     low = np.stack([low & 15, low >> 4], axis=-1).reshape(*raw.shape[:2], 8)
     scale = low | (((high >> (2 * np.arange(8))) & 3) << 4)
-    return Codes(_flat(codes), _half(raw, 0), scale=(scale - 32).astype(np.int16))
+    return Codes(lambda: _flat(codes), _half(raw, 0), scale=(scale - 32).astype(np.int16))
 
 
 CODES: dict[str, Callable[[np.ndarray], Codes]] = {

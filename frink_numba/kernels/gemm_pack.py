@@ -19,16 +19,8 @@ import numpy as np
 
 from frink_numba.errors import ShapeError
 from frink_numba.kernels.gemm_codes import CODES, Codes
-from frink_numba.kernels.gemm_kinds import (
-    FIFTH_BIT,
-    HIGH_BITS,
-    IQ4_VALUES,
-    SLAB,
-    STEP,
-    THIRD_BIT,
-    FragmentKind,
-    fragment_kind,
-)
+from frink_numba.kernels.gemm_kinds import IQ4_VALUES, SLAB, STEP, FragmentKind, fragment_kind
+from frink_numba.kernels.gemm_planes import code_planes, has_nibbles, nibble_plane
 from frink_numba.quant import QuantMatrix
 
 _CHUNK_ELEMENTS = 1 << 21  # elements that a thread repacks at a time: bounds the scratch memory
@@ -101,7 +93,7 @@ def pack(matrices: Sequence[QuantMatrix], *, gated: bool = False) -> PackedMatri
         stop = min(slabs, start + per_chunk)
         raw = _gather(matrices, gated, start * SLAB, min(rows, stop * SLAB), stop * SLAB)
         span = slice(start * SLAB, stop * SLAB)
-        data[start:stop], row_scale[span], squares[span] = _pack_rows(kind, first.kind.name, raw, first.cols)
+        row_scale[span], squares[span] = _pack_rows(kind, first.kind.name, raw, first.cols, data[start:stop])
 
     starts = range(0, slabs, per_chunk)
     if len(starts) == 1:
@@ -137,64 +129,79 @@ def _gather(matrices: Sequence[QuantMatrix], gated: bool, start: int, stop: int,
     return out
 
 
-def _pack_rows(kind: FragmentKind, name: str, raw: np.ndarray, cols: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(data [slabs, slab bytes], row scales, squared norm bounds) of whole slabs of file rows."""
+def _pack_rows(
+    kind: FragmentKind, name: str, raw: np.ndarray, cols: int, data: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Fill data [slabs, slab bytes] from whole slabs of file rows; (row scales, squared norm bounds)."""
     rows = raw.shape[0]
     if kind.scales is None:
-        return _pack_half(kind, name, raw, cols)
+        data[...], row_scale, squares = _pack_half(name, raw, cols)
+        return row_scale, squares
     block = 256 if kind.group_steps == 4 else 32
-    codes = CODES[name](raw.reshape(rows, cols // block, -1))
+    raw = raw.reshape(rows, cols // block, -1)
+    codes = CODES[name](raw)
     low_bit = np.where(np.arange(rows) & 8, kind.lo, 0)
     exponent = _row_exponents(codes, low_bit)
-    steps = -(-cols // STEP)
-    planes = _planes(kind, name, _threads(codes.codes, steps))
+    steps, slabs = -(-cols // STEP), rows // SLAB
+    nibbles = has_nibbles(name)
+    parts = [nibble_plane(name, raw, steps)] if nibbles else code_planes(kind, name, _padded(codes.codes(), steps))
     if kind.group_steps == 4:
         header, scales = _super_block_scales(name, codes, 24 - low_bit - exponent, 24 - exponent)
+        data = data.reshape(slabs, steps // 4, kind.record_size)
+        data[..., : kind.header_size] = _header_bytes(header, slabs)
+        # What follows a header: [slabs, records, 4, step bytes].
+        steps_data: np.ndarray = data[..., kind.header_size :].reshape(slabs, steps // 4, 4, kind.step_size)
     else:
-        header, scales = None, _block_scales(codes, 24 - low_bit - exponent, -exponent, steps)
-    slabs = rows // SLAB
-    parts = [] if scales is None else [_by_slab(scales, slabs, steps)]
-    step_data = np.concatenate(parts + planes, axis=-1)  # [slabs, steps, step bytes]
-    if header is not None:
-        step_data = step_data.reshape(slabs, steps // 4, 4 * kind.step_size)
-        step_data = np.concatenate([_header_bytes(header, slabs), step_data], axis=-1)
-    return step_data.reshape(slabs, -1), np.exp2(exponent).astype(np.float32), _squared_norms(name, codes, block)
+        scales = _block_scales(codes, 24 - low_bit - exponent, -exponent, steps)
+        steps_data = data.reshape(slabs, steps, kind.step_size)
+    if scales is not None:
+        parts.insert(0, _by_slab(scales, slabs, steps))
+    at = 0
+    for part in parts:
+        size = part.shape[-1]
+        steps_data[..., at : at + size] = part.reshape(*steps_data.shape[:-1], size)
+        at += size
+    return np.exp2(exponent).astype(np.float32), _squared_norms(name, codes, block)
 
 
 def _row_exponents(codes: Codes, low_bit: np.ndarray) -> np.ndarray:
     """The power of two of each row: its largest D = d * scale * 2**(24 - lo), and minimum, end up under 2**15."""
-    largest = np.abs(codes.d)
-    if codes.scale is not None:
-        largest = largest * np.maximum(np.abs(codes.scale).max(axis=-1), 1)
+    largest = codes.d if codes.scale is None else codes.d * np.maximum(np.abs(codes.scale).max(axis=-1), 1)
     top = _largest_finite(largest) * np.exp2(24.0 - low_bit)
     if codes.dmin is not None:
         # Super-blocks hold dmin * 2**24 (its integers are subnormals); plain blocks hold m itself.
-        top = np.maximum(top, _largest_finite(np.abs(codes.dmin)) * (1.0 if codes.scale is None else 2.0**24))
+        top = np.maximum(top, _largest_finite(codes.dmin) * (1.0 if codes.scale is None else 2.0**24))
     _, exponent = np.frexp(top)
     return np.where(top > 0, exponent - 15, 0).astype(np.int64)
 
 
 def _largest_finite(values: np.ndarray) -> np.ndarray:
-    return np.where(np.isfinite(values), values, 0).astype(np.float64).max(axis=-1, initial=0.0)
+    """The largest absolute value of each row, float64, without infinities and NaN."""
+    size = np.abs(values)
+    largest = size.max(axis=-1, initial=0.0)
+    if not np.isfinite(largest).all():
+        largest = np.where(np.isfinite(size), size, 0).max(axis=-1, initial=0.0)
+    return largest.astype(np.float64)
 
 
 def _scaled_half(values: np.ndarray, power: np.ndarray) -> np.ndarray:
-    """values [rows, ...] * 2**power[row], as f16 bits (uint16)."""
+    """values [rows, ...] * 2**power[row], as f16 bits (uint16). `values` are f16 numbers: float32 holds the product."""
     shape = (-1,) + (1,) * (values.ndim - 1)
-    return np.ldexp(values.astype(np.float64), power.reshape(shape)).astype(np.float16).view(np.uint16)
+    return (values * np.exp2(power.astype(np.float32)).reshape(shape)).astype(np.float16).view(np.uint16)
 
 
 def _block_scales(codes: Codes, d_power: np.ndarray, m_power: np.ndarray, steps: int) -> np.ndarray:
     """Per row and step: two D, and two C where the kind has m. uint16 [rows, steps, 2 or 4]."""
     rows, blocks = codes.d.shape
-    out = np.zeros((rows, steps * 2), np.uint16)
-    out[:, :blocks] = _scaled_half(codes.d, d_power)
-    pairs = out.reshape(rows, steps, 2)
-    if codes.dmin is None:
-        return pairs
-    offsets = np.zeros((rows, steps * 2), np.uint16)
-    offsets[:, :blocks] = _scaled_half(-codes.dmin, m_power)
-    return np.concatenate([pairs, offsets.reshape(rows, steps, 2)], axis=-1)
+    values = [_scaled_half(codes.d, d_power)]
+    if codes.dmin is not None:
+        values.append(_scaled_half(-codes.dmin, m_power))
+    out = np.zeros((rows, steps, len(values), 2), np.uint16)
+    for i, scaled in enumerate(values):
+        if blocks % 2:  # half a step
+            scaled = np.pad(scaled, ((0, 0), (0, 1)))
+        out[:, :, i] = scaled.reshape(rows, steps, 2)
+    return out.reshape(rows, steps, -1)
 
 
 def _fields(values: np.ndarray, width: int) -> np.ndarray:
@@ -267,76 +274,19 @@ def _header_bytes(regions: list[np.ndarray], slabs: int) -> np.ndarray:
 
 def _by_slab(scales: np.ndarray, slabs: int, steps: int) -> np.ndarray:
     """[rows, steps, n] to bytes [slabs, steps, 64 * n * itemsize]."""
-    ordered = scales.reshape(slabs, SLAB, steps, -1).transpose(0, 2, 1, 3)
-    return np.ascontiguousarray(ordered).reshape(slabs, steps, -1).view(np.uint8)
+    item = {4: np.uint32, 8: np.uint64}[scales.shape[-1] * scales.itemsize]  # a row's scales of a step, moved as one
+    ordered = scales.view(item).reshape(slabs, SLAB, steps).transpose(0, 2, 1)
+    return np.ascontiguousarray(ordered).view(np.uint8)
 
 
-def _threads(values: np.ndarray, steps: int) -> np.ndarray:
-    """Elements [rows, cols] in the order [register 16, half 2, slabs, steps, thread 128]: see gemm_kinds.py."""
-    rows, cols = values.shape
-    if cols != steps * STEP:
-        values = np.pad(values, ((0, 0), (0, steps * STEP - cols)))
-    # slab, warp, upper row, g | step, block, upper column, t, half
-    parts = values.reshape(rows // SLAB, 4, 2, 8, steps, 4, 2, 4, 2)
-    ordered = parts.transpose(
-        5, 6, 2, 8, 0, 4, 1, 3, 7
-    )  # block, upper column, upper row, half | slab, step, warp, g, t
-    return np.ascontiguousarray(ordered).reshape(16, 2, rows // SLAB, steps, 128)
-
-
-def _words(values: np.ndarray, shifts: Sequence[tuple[int, int, int]]) -> np.ndarray:
-    """OR of values[register, half] << shift over `shifts`, uint32 [slabs, steps, 128]."""
-    out = np.zeros(values.shape[2:], np.uint32)
-    for register, half, shift in shifts:
-        out |= values[register, half].astype(np.uint32) << np.uint32(shift)
+def _padded(codes: np.ndarray, steps: int) -> np.ndarray:
+    """Codes [rows, cols] with zeros up to whole steps."""
+    rows, cols = codes.shape
+    if cols == steps * STEP:
+        return codes
+    out = np.zeros((rows, steps * STEP), np.uint8)
+    out[:, :cols] = codes
     return out
-
-
-def _plane(words: list[np.ndarray]) -> np.ndarray:
-    """Words of each thread side by side, as bytes [slabs, steps, 128 * 4 * words]."""
-    stacked = np.stack(words, axis=-1)
-    return stacked.reshape(*stacked.shape[:2], -1).view(np.uint8)
-
-
-def _nibble_words(t: np.ndarray) -> np.ndarray:
-    return _plane([_words(t, [(4 * s + i, e, 4 * i + 16 * e) for i in range(4) for e in range(2)]) for s in range(4)])
-
-
-def _pair_bits(t: np.ndarray, table: Sequence[tuple[int, int]], apart: int) -> np.ndarray:
-    """High bits of pairs of registers:
-
-    table[p] gives the place of register 2p's, `apart` that of 2p + 1's beyond it.
-    """
-    words = []
-    for first in range(0, 8, len(table)):
-        places = [
-            (2 * (first + p) + j, e, bit + apart * j + 16 * e)
-            for p, (bit, _) in enumerate(table)
-            for j in range(2)
-            for e in range(2)
-        ]
-        words.append(_words(t, places))
-    return _plane(words)
-
-
-def _planes(kind: FragmentKind, name: str, t: np.ndarray) -> list[np.ndarray]:
-    """The code planes of one kind, from codes in thread order."""
-    if name.startswith("IQ4"):
-        return [
-            _plane([_words(t, [(4 * s + i, e, 8 * i + 4 * e) for i in range(4) for e in range(2)]) for s in range(4)])
-        ]
-    if kind.planes == (16,):
-        return [_nibble_words(t)]
-    if kind.planes == (16, 4):
-        return [_nibble_words(t & np.uint8(15)), _pair_bits(t >> np.uint8(4), FIFTH_BIT, 4)]
-    if kind.planes == (16, 8):
-        return [_nibble_words(t & np.uint8(15)), _pair_bits(t >> np.uint8(4), HIGH_BITS, 4)]
-    if kind.planes == (16, 16):
-        words = [_words(t, [(2 * w + j, e, 8 * j + 16 * e) for j in range(2) for e in range(2)]) for w in range(8)]
-        return [_plane(words[:4]), _plane(words[4:])]
-    low = t & np.uint8(3)
-    two = _plane([_words(low, [(8 * w + r, e, 2 * r + 16 * e) for r in range(8) for e in range(2)]) for w in range(2)])
-    return [two] if kind.planes == (8,) else [two, _pair_bits(t >> np.uint8(2), THIRD_BIT, 2)]
 
 
 def _squared_norms(name: str, codes: Codes, block: int) -> np.ndarray:
@@ -352,7 +302,7 @@ def _squared_norms(name: str, codes: Codes, block: int) -> np.ndarray:
     return sub * np.square(size).reshape(size.shape[0], -1).sum(axis=-1)
 
 
-def _pack_half(kind: FragmentKind, name: str, raw: np.ndarray, cols: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _pack_half(name: str, raw: np.ndarray, cols: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """F16 as it is; BF16 and F32 rounded to f16 after a power of two per row that puts the largest just under 2**14."""
     rows = raw.shape[0]
     exponent = np.zeros(rows, np.int64)
