@@ -8,6 +8,7 @@ are merged while they lie in rows, and then every byte is moved once: NumPy's co
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -84,7 +85,7 @@ def _plane(codes: np.ndarray, merged: dict[str, int], order: str, d: int | None 
     shape = {**_DIGITS, "s": slabs, "k": steps}
     parts = codes.reshape(*shape.values())
     for digit, shift in merged.items():
-        before = (slice(None),) * digits.index(digit)
+        before: tuple[Any, ...] = (slice(None),) * digits.index(digit)
         parts = parts[(*before, 0)] | (parts[(*before, 1)] << np.uint8(shift))
         digits = digits.replace(digit, "")
     columns = digits[digits.index("k") + 1 :]
