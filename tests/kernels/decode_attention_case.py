@@ -44,10 +44,10 @@ class Case:
     # ---- the twin ----------------------------------------------------------------------------------------------------
 
     def _turned(self, x: np.ndarray, weight: np.ndarray | None) -> np.ndarray:
-        """[m, heads, head_dim] normalized and rotated, float64."""
+        """[m, heads, head_dim] normalized and rotated, or rotated and normalized, float64."""
         x = x.astype(np.float64)
-        if weight is not None:
-            x = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + self.eps) * weight
+        if weight is not None and not self.shape.norm_last:
+            x = self._normed(x, weight)
         half = self.shape.rot_dim // 2
         first = np.arange(half) * (2 if self.shape.layout is RopeLayout.NORM else 1)
         second = first + (1 if self.shape.layout is RopeLayout.NORM else half)
@@ -55,7 +55,10 @@ class Case:
         out = x.copy()
         out[..., first] = x[..., first] * cos - x[..., second] * sin
         out[..., second] = x[..., first] * sin + x[..., second] * cos
-        return out
+        return self._normed(out, weight) if weight is not None and self.shape.norm_last else out
+
+    def _normed(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + self.eps) * weight
 
     def expected(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(out [m, n_heads, head_dim], new K rows, new V rows), float64."""

@@ -67,8 +67,9 @@ def test_every_channel_once_and_the_right_pairs(head_dim: int, layout: RopeLayou
         (QkvPrepare(128, "head", NEOX, 128, True), "90a"),
         (QkvPrepare(256, "whole", NORM, 128), "80"),
         (QkvPrepare(100, "", NEOX, 50), "120"),
+        (QkvPrepare(256, "whole", NEOX, 128, norm_last=True), "86"),
     ],
-    ids=lambda v: getattr(v, "head_dim", v),
+    ids=lambda v: f"{v.head_dim}-{v.norm_last}" if isinstance(v, QkvPrepare) else v,
 )
 def test_compiles(variant: QkvPrepare, arch: str) -> None:
     cubin = compile_kernel(source(variant), Target(arch))
@@ -122,11 +123,13 @@ def place(request: pytest.FixtureRequest) -> Place:
     return found
 
 
-def _turned(x: np.ndarray, angles: np.ndarray, layout: RopeLayout | None, rot_dim: int) -> np.ndarray:
+def _turned(
+    x: np.ndarray, angles: np.ndarray, layout: RopeLayout | None, rot_dim: int, size: float = 1.0
+) -> np.ndarray:
     if layout is None:
         return x
     x = x.copy()
-    c, s = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    c, s = size * np.cos(angles)[:, None], size * np.sin(angles)[:, None]
     first = slice(0, rot_dim, 2) if layout is NORM else slice(0, rot_dim // 2)
     second = slice(1, rot_dim, 2) if layout is NORM else slice(rot_dim // 2, rot_dim)
     a, b = x[..., first].copy(), x[..., second].copy()
@@ -154,6 +157,7 @@ class Ran:
         *,
         rope: RopeForm | None = None,
         norm: str = "",
+        norm_last: bool = False,
         tables: tuple[np.ndarray, ...] = (),
         weights: tuple[np.ndarray, ...] = (),
         **scales: float,
@@ -170,7 +174,7 @@ class Ran:
             first += count
         names = [*(("cos", "sin") if tables else ()), *(("q_norm", "k_norm") if weights else ())]
         optional = {name: device.place(x) for name, x in zip(names, (*tables, *weights), strict=True)}
-        bound = attentions.prepare(shape, rope=rope, norm=norm).bind(
+        bound = attentions.prepare(shape, rope=rope, norm=norm, norm_last=norm_last).bind(
             m,
             device.place(qkv),
             q,
@@ -201,6 +205,25 @@ def test_against_float64(gpu: Place, head_dim: int, layout: RopeLayout | None, r
     _check(gpu, head_dim, layout, rot_dim, norm)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", NORMS[1:])
+@pytest.mark.parametrize(("head_dim", "layout", "rot_dim"), VARIANTS[1:12:2])
+def test_the_norm_after_the_rotation(gpu: Place, head_dim: int, layout: RopeLayout, rot_dim: int, norm: str) -> None:
+    """R14 in the other order: a magnitude other than 1 changes what is normed."""
+    _check(gpu, head_dim, layout, rot_dim, norm, norm_last=True)
+
+
+@on_machine
+@pytest.mark.parametrize(
+    ("head_dim", "layout", "rot_dim", "norm"),
+    [(64, NEOX, 32, "head"), (80, NORM, 32, "whole"), (100, NEOX, 50, "whole"), (90, None, 0, "head")],
+)
+def test_the_norm_after_the_rotation_without_a_gpu(
+    head_dim: int, layout: RopeLayout | None, rot_dim: int, norm: str
+) -> None:
+    _check(_machine(), head_dim, layout, rot_dim, norm, m=11, sequences=((5, 4), (0, 6)), norm_last=True)
+
+
 @on_machine
 @pytest.mark.parametrize(
     ("head_dim", "layout", "rot_dim", "norm"),
@@ -218,26 +241,28 @@ def _check(
     norm: str,
     m: int = 40,
     sequences: tuple[tuple[int, int], ...] = ((5, 17), (0, 22)),
+    norm_last: bool = False,
 ) -> None:
     """All results of two sequences and a row of none; the rows around them stay untouched."""
     shape = HeadShape(6, 2, head_dim)
     qkv, (q, k, v) = _random(m, shape, head_dim + rot_dim)
     rng = np.random.default_rng(7)
     angles = rng.uniform(0, 100, (m, rot_dim // 2))
-    tables = (np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)) if layout else ()
+    size = 1.7 if norm_last else 1.0  # the magnitude that R17 folds into the tables
+    tables = tuple((size * table(angles)).astype(np.float32) for table in (np.cos, np.sin)) if layout else ()
     weights: tuple[np.ndarray, ...] = ()
     if norm:
         counts = (1, 1) if norm == "head" else (6, 2)
         weights = tuple(rng.uniform(0.5, 2, n * head_dim).astype(np.float32) for n in counts)
     rope = RopeForm(layout, rot_dim) if layout else None
     ran = Ran(
-        place, shape, qkv, sequences, rope=rope, norm=norm, tables=tables, weights=weights,
+        place, shape, qkv, sequences, rope=rope, norm=norm, norm_last=norm_last, tables=tables, weights=weights,
         q_scale=2.0, k_scale=4.0, v_scale=0.5,
     )  # fmt: skip
-    true_q, true_k = (
-        _turned(_normed(x.astype(np.float64), w, norm, 1e-5), angles, layout, rot_dim)
-        for x, w in zip((q, k), weights or (None, None), strict=True)
-    )
+    true_q, true_k = (x.astype(np.float64) for x in (q, k))
+    steps = [lambda x, w: _normed(x, w, norm, 1e-5), lambda x, w: _turned(x, angles, layout, rot_dim, size)]
+    for step in reversed(steps) if norm_last else steps:
+        true_q, true_k = (step(x, w) for x, w in zip((true_q, true_k), weights or (None, None), strict=True))
     assert np.abs(ran.k[:m] - true_k).max() < 1e-5 * np.abs(true_k).max()
     assert np.array_equal(ran.v[:m], v.astype(np.float64))
     assert np.abs(ran.q[:m, :, :head_dim] * 2 - true_q).max() < 1e-3 * np.abs(true_q).max()
