@@ -41,6 +41,21 @@ Launch = Callable[[int], None]
 THIN_ROWS = decode_attention.MOST_ROWS  # up to here products run at the speed of memory, with kernels of their own
 
 
+@dataclass(frozen=True, slots=True)
+class Op:
+    """A launch, and what it does: `name`, of which layer of the run; a launch between layers has none."""
+
+    name: str
+    layer: int | None
+    launch: Launch
+
+    def __call__(self, stream: int) -> None:
+        self.launch(stream)
+
+    def __str__(self) -> str:
+        return self.name if self.layer is None else f"layer {self.layer} {self.name}"
+
+
 @dataclass(slots=True)
 class Segment:
     """Layers first .. last-1: their launches, and where they leave their K/V rows, each K then V, layer by layer.
@@ -51,7 +66,7 @@ class Segment:
     first: int
     last: int
     rows: int
-    launches: list[Launch] = field(default_factory=list)
+    launches: list[Op] = field(default_factory=list)
     replay: Callable[[], None] | None = None
 
 
@@ -61,7 +76,7 @@ class Head:
 
     first: int
     last: int
-    launches: list[Launch] = field(default_factory=list)
+    launches: list[Op] = field(default_factory=list)
     replay: Callable[[], None] | None = None
 
 
@@ -112,20 +127,23 @@ class Program:
             for first in range(0, len(layers), size)
         ]
         self._made = self.segments[0].launches
+        self._number: int | None = None  # of the layer whose launches are made
         self._ids: np.ndarray | None = None
         if edges is not None and from_tokens:
             ids = self._reserve(4 * m)
             self._ids = self.image[ids : ids + 4 * m].view(np.int32)
             scale, address = edges.layer.embedding_scale, self.step_address + ids
-            self._made.append(kernels.samplers.embed(edges.embedding, address, m, self.hidden, scale=scale))
+            self._add("embed", kernels.samplers.embed(edges.embedding, address, m, self.hidden, scale=scale))
         self._tables = self._rope_tables(layers, self.step_address + positions)
         for segment in self.segments:
             self._made, rows = segment.launches, segment.rows
             for number in range(segment.first, segment.last):
+                self._number = number
                 record = self.step_address + records + SEQUENCE.itemsize * number
                 self._layer(layers[number], mirrors[number], record, rows)
                 rows += 8 * m * layers[number].shape.kv_width
 
+        self._number = None
         self.heads: list[Head] = []
         for first in range(0, logits, edges.rows if edges is not None else 1):
             assert edges is not None  # logits are wanted
@@ -184,56 +202,60 @@ class Program:
             tables[key] = cos, sin
             frequencies, pairs = layer.vectors["inverse_frequencies"], layer.shape.rope_pairs
             scale = rope.magnitude_scale
-            self._made.append(self._kernels.rope_rows(self._m, pairs, positions, frequencies, scale, cos, sin))
+            turns = self._kernels.rope_rows(self._m, pairs, positions, frequencies, scale, cos, sin)
+            self._add("rotation", turns)
         return tables
 
     def _head(self, edges: TensorEdges, skipped: int, head: Head) -> None:
         """Final norm and output matrix over rows of the hidden batch, of which the first `skipped` are not wanted."""
         self._made, rows, width = head.launches, head.last - head.first, edges.output.cols
         hidden = self.hidden + 4 * width * (skipped + head.first)
-        x = self._normed(hidden, width, edges.norm, edges.layer.norm_eps, rows)
-        self._made.append(self._product(edges.output, x, edges.logits, 4 * edges.output.rows, m=rows))
+        x = self._normed("output norm", hidden, width, edges.norm, edges.layer.norm_eps, rows)
+        self._add("head", self._product(edges.output, x, edges.logits, 4 * edges.output.rows, m=rows))
 
     # --- a layer ---
 
     def _layer(self, layer: TensorLayer, mirror: Mirror, record: int, rows: int) -> None:
         """Append the layer's launches; its K rows go to `rows`, its V rows behind them."""
-        made, at, m, shape = self._made, self._at, self._m, layer.shape
+        at, m, shape = self._at, self._m, layer.shape
         eps, vectors = layer.layer.norm_eps, layer.vectors
         attended, inner = self._attended(layer.scales[2]), self._operand("inner")
 
-        x = self._normed(self.hidden, shape.hidden, vectors.get("attn_norm"), eps, m)
+        x = self._normed("norm", self.hidden, shape.hidden, vectors.get("attn_norm"), eps, m)
         width = shape.query_width + 2 * shape.kv_width
         for weights, column in layer.qkv:
-            made.append(self._product(weights, x, at["qkv"] + 4 * column, 4 * width))
+            self._add("qkv", self._product(weights, x, at["qkv"] + 4 * column, 4 * width))
         if m <= self._few and _decodes(layer):
-            made.append(self._decode_attention(layer, attended, record, rows))
+            self._add("attention", self._decode_attention(layer, attended, record, rows))
         else:
-            made.append(self._prepare(layer, record, rows))
-            made.append(self._attention(layer, mirror, attended, record))
-        self._into_hidden(layer.o, attended, vectors.get("post_attn_norm"), shape, eps)
+            self._add("prepare", self._prepare(layer, record, rows))
+            self._add("attention", self._attention(layer, mirror, attended, record))
+        self._into_hidden("o", layer.o, attended, vectors.get("post_attn_norm"), shape, eps)
 
-        x = self._normed(self.hidden, shape.hidden, vectors.get("ffn_norm"), eps, m)
+        x = self._normed("ffn norm", self.hidden, shape.hidden, vectors.get("ffn_norm"), eps, m)
         gate = GATES[layer.layer.ffn.activation]
         if len(layer.gate_up) == 1:
             gate_up, pitch = layer.gate_up[0], 2 * shape.ffn
-            made.append(self._product(gate_up, x, inner.half, pitch, gate=gate, out_scale=inner.scale))
+            self._add("gate_up", self._product(gate_up, x, inner.half, pitch, gate=gate, out_scale=inner.scale))
         else:
             for weights, name in zip(layer.gate_up, ("gate", "up"), strict=True):
-                made.append(self._product(weights, x, at[name], 4 * shape.ffn))
-            made.append(self._kernels.gated_half(gate, m, shape.ffn, at["gate"], at["up"], inner))
-        self._into_hidden(layer.down, inner, vectors.get("post_ffn_norm"), shape, eps)
+                self._add(name, self._product(weights, x, at[name], 4 * shape.ffn))
+            self._add("activation", self._kernels.gated_half(gate, m, shape.ffn, at["gate"], at["up"], inner))
+        self._into_hidden("down", layer.down, inner, vectors.get("post_ffn_norm"), shape, eps)
 
-    def _normed(self, hidden: int, width: int, weight: int | None, eps: float, m: int) -> HalfRows | NormRows:
+    def _add(self, name: str, launch: Launch) -> None:
+        self._made.append(Op(name, self._number, launch))
+
+    def _normed(self, op: str, hidden: int, width: int, weight: int | None, eps: float, m: int) -> HalfRows | NormRows:
         """`m` hidden rows, normed where there is a weight, as an operand: thin products norm them on the way in."""
         if weight is None:
             plain = self._operand("normed")
-            self._made.append(self._kernels.gemms.half_rows(hidden, m, width, plain))
+            self._add(op, self._kernels.gemms.half_rows(hidden, m, width, plain))
             return plain
         if m <= self._few and width <= MOST_NORM_COLUMNS:
             return NormRows(hidden, weight, eps)
         normed = self._operand("normed")
-        self._made.append(self._kernels.norm_half(m, width, hidden, weight, eps, normed))
+        self._add(op, self._kernels.norm_half(m, width, hidden, weight, eps, normed))
         return normed
 
     def _rotation(self, layer: TensorLayer) -> tuple[int, int]:
@@ -330,6 +352,7 @@ class Program:
 
     def _into_hidden(
         self,
+        op: str,
         weights: DeviceWeights,
         x: HalfRows,
         post_norm: int | None,
@@ -337,13 +360,14 @@ class Program:
         eps: float,
     ) -> None:
         """hidden += product(x), normed first where there is a post-norm."""
-        made, pitch = self._made, 4 * shape.hidden
+        pitch = 4 * shape.hidden
         if post_norm is None:
-            made.append(self._product(weights, x, self.hidden, pitch, add=True))
+            self._add(op, self._product(weights, x, self.hidden, pitch, add=True))
             return
         projected = self._at["projected"]
-        made.append(self._product(weights, x, projected, pitch))
-        made.append(self._kernels.norm_add(self._m, shape.hidden, self.hidden, projected, post_norm, eps))
+        self._add(op, self._product(weights, x, projected, pitch))
+        added = self._kernels.norm_add(self._m, shape.hidden, self.hidden, projected, post_norm, eps)
+        self._add(f"{op} norm", added)
 
     def _product(
         self,
