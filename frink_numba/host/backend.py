@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from frink_numba.backend import Decline, LayerCache, Run, Serve, Step
 from frink_numba.errors import ShapeError
+from frink_numba.host.aligned import aligned, padded
 from frink_numba.host.body import attention, feed_forward
 from frink_numba.host.classify import decline_reason
 from frink_numba.host.layer_kv import LayerKV
@@ -42,6 +44,11 @@ class HostBackend:
         ]
         self._idle: list[Scratch] = []
         self._lock = threading.Lock()
+
+    @property
+    def invariant(self) -> bool:
+        """Whether a token's results, to the bit, do not depend on its step (FRINK_INVARIANT)."""
+        return self._store.invariant
 
     def can_serve(self, l: int, step: Step) -> Serve | Decline:  # noqa: E741
         """Serve, or the reason that the layer, the batch or its cache gives."""
@@ -126,8 +133,7 @@ def _cache_reason(cache: LayerCache, layer: PreparedLayer, start: int) -> str | 
 def _run(layers: Sequence[PreparedLayer], l: int, step: Step, store: WeightStore, scratch: Scratch) -> Run:  # noqa: E741
     assert step.hidden is not None
     batch, start = step.batch, step.start_pos
-    edges = [(a, min(a + _BLOCK, batch)) for a in range(0, batch, _BLOCK)]
-    blocks = [(a, b, np.array(step.hidden[a:b].T, order="C")) for a, b in edges]
+    blocks = list(_blocks(step.hidden, start, store.invariant))
     tables: dict[tuple[int, int], RopeTable] = {}
     kv_rows = []
     experts: list[tuple[int, ...]] = []
@@ -136,18 +142,42 @@ def _run(layers: Sequence[PreparedLayer], l: int, step: Step, store: WeightStore
         before = keys.shape[0] - batch
         first = start - before
         used: set[int] = set()
-        for a, b, x in blocks:
-            work = workspace(layer.shape, layer.shape_id, b - a, scratch)
-            table = _table(layer, tables, start + a, b - a)
-            seen = before + b
-            attention(layer, x, keys[:seen], values[:seen], first, start + a, table, work, store, scratch)
-            used.update(feed_forward(layer, x, work, store, scratch))
+        for block in blocks:
+            x, at, columns = block.x, block.start, block.columns
+            work = workspace(layer.shape, layer.shape_id, x.shape[1], scratch)
+            table = _table(layer, tables, at, x.shape[1])
+            seen = before + block.last
+            attention(layer, x, keys[:seen], values[:seen], first, at, table, work, store, scratch, columns)
+            used.update(feed_forward(layer, x, work, store, scratch, columns))
         experts.append(tuple(sorted(used)))
         kv_rows.append((_as_float32(tail_k), _as_float32(tail_v)))
     hidden = np.empty((batch, layers[-1].shape.hidden), np.float32)
-    for a, b, x in blocks:
-        hidden[a:b] = x.T
+    for block in blocks:
+        x = block.x if block.columns is None else block.x[:, block.columns]
+        hidden[block.first : block.last] = x.T
     return Run(hidden, kv_rows, experts)
+
+
+class _Block(NamedTuple):
+    """Rows first .. last-1 of a batch as `columns` of `x` [hidden, n] (None: all), whose first is at `start`."""
+
+    first: int
+    last: int
+    x: np.ndarray
+    start: int
+    columns: slice | None
+
+
+def _blocks(hidden: np.ndarray, start: int, invariant: bool) -> Iterator[_Block]:
+    """The batch in blocks; `invariant`: in blocks at fixed positions."""
+    batch = len(hidden)
+    if invariant:
+        for a, b, columns in aligned(start, batch):
+            yield _Block(a, b, padded(hidden[a:b], columns), start + a - columns.start, columns)
+        return
+    for a in range(0, batch, _BLOCK):
+        b = min(a + _BLOCK, batch)
+        yield _Block(a, b, np.array(hidden[a:b].T, order="C"), start + a, None)
 
 
 def _table(layer: PreparedLayer, tables: dict[tuple[int, int], RopeTable], start: int, n: int) -> RopeTable | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from frink_numba.host.activation import activate, sigmoid
+from frink_numba.host.aligned_attention import attend_aligned
 from frink_numba.host.attention import attend
 from frink_numba.host.experts import mixture
 from frink_numba.host.layer_kv import store_rows
@@ -36,14 +37,19 @@ def attention(
     work: Workspace,
     store: WeightStore,
     scratch: Scratch,
+    columns: slice | None = None,
 ) -> None:
     """x += residual_scale * attention(norm(x)) for the columns `x` float32 [hidden, n] at positions start .. start+n-1.
 
     `keys` and `values` [rows, n_kv_heads, head_dim] hold the positions first .. start+n-1, float32 or float16; the last
     n rows are written here, the others read. `table` is None for a layer that is not rotated. CacheError when float16
     rows cannot hold a value.
+
+    `columns`: those that are tokens, the others being padding (`aligned.py`): `start` is still the position of the
+    first column, and `keys` and `values` end with the last token. None: all are.
     """
-    n = x.shape[1]
+    own = slice(0, x.shape[1]) if columns is None else columns
+    n = own.stop - own.start
     normed = x if layer.attn_norm is None else rms_norm(x, layer.attn_norm, layer.eps, work.normed, scratch)
     linear(store, normed, layer.qkv, work.qkv, bias=layer.qkv_bias)
     if layer.qkv_loras:
@@ -55,10 +61,11 @@ def attention(
     if layer.norms_after_rope:
         _head_norms(layer, work, scratch)
 
-    store_rows(work.k_rows, keys[-n:], layer.number)
-    store_rows(work.v_rows, values[-n:], layer.number)
+    store_rows(work.k_rows[own], keys[-n:], layer.number)
+    store_rows(work.v_rows[own], values[-n:], layer.number)
     sums = work.sums
-    attend(work.q, keys, values, first, start, layer.visibility, work.sums_by_head, scratch)
+    attend_to = attend if columns is None else attend_aligned
+    attend_to(work.q, keys, values, first, start, layer.visibility, work.sums_by_head, scratch)
     if layer.output_gate:
         gate = linear(store, normed, layer.output_gate, scratch.array("output gate", *sums.shape))
         sigmoid(gate)
@@ -72,12 +79,20 @@ def attention(
 
 
 def feed_forward(
-    layer: PreparedLayer, x: np.ndarray, work: Workspace, store: WeightStore, scratch: Scratch
+    layer: PreparedLayer,
+    x: np.ndarray,
+    work: Workspace,
+    store: WeightStore,
+    scratch: Scratch,
+    columns: slice | None = None,
 ) -> tuple[int, ...]:
-    """x += residual_scale * ffn(norm(x)) for the columns `x` float32 [hidden, n]; the experts that were used."""
+    """x += residual_scale * ffn(norm(x)) for the columns `x` float32 [hidden, n]; the experts that were used.
+
+    `columns` as in `attention`.
+    """
     normed = x if layer.ffn_norm is None else rms_norm(x, layer.ffn_norm, layer.eps, work.normed, scratch)
     if layer.mixture is not None:
-        used = mixture(layer.mixture, normed, work.output, store, scratch)
+        used = mixture(layer.mixture, normed, work.output, store, scratch, columns)
         _add(layer, layer.post_ffn_norm, x, work.output, scratch)
         return used
     expert = layer.dense

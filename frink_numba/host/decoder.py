@@ -12,6 +12,7 @@ import numpy as np
 from frink_numba.backend import Backend, Edges, Step
 from frink_numba.dispatch import Dispatcher, StepResult
 from frink_numba.errors import CacheError, Cancelled, FrinkError, PromptError, SettingError
+from frink_numba.host.aligned import aligned, padded
 from frink_numba.host.backend import HostBackend
 from frink_numba.host.batch import packed
 from frink_numba.host.edges import bend_logits
@@ -268,19 +269,31 @@ class Decoder:
             bend_logits(wanted, self.model.hyper)
         elif wanted is not None:
             assert result.hidden is not None  # the dispatcher answers one of the two
-            self._logits(result.hidden[-len(wanted) :], wanted)
+            after = part.cache.positions + part.last - part.first  # the push comes later
+            self._logits(result.hidden[-len(wanted) :], after - len(wanted), wanted)
         if part.keep:
             part.cache.push(result.kv_rows)
         for counts, experts in zip(self._activations, result.experts, strict=True):
             for expert in experts:
                 counts[expert] = counts.get(expert, 0) + 1
 
-    def _logits(self, hidden: np.ndarray, out: np.ndarray) -> None:
-        """Final norm and output matrix over `hidden` [n, hidden] into `out` [n, vocab]; NaN and infinity show there."""
+    def _logits(self, hidden: np.ndarray, start: int, out: np.ndarray) -> None:
+        """Final norm and output matrix over `hidden` [n, hidden] of positions from `start` on into `out` [n, vocab].
+
+        NaN and infinity show there.
+        """
         model = self.model
-        normed = np.empty_like(hidden)
         weight = model.output_norm[:, None]
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            if model.weights.invariant:
+                for a, b, columns in aligned(start, len(hidden)):
+                    x = padded(hidden[a:b], columns)
+                    rms_norm(x, weight, model.hyper.norm_eps, x, self._scratch)
+                    y = self._scratch.array("logits", model.vocab_size, x.shape[1])
+                    out[a:b] = model.weights.product(x, model.output, out=y)[:, columns].T
+                bend_logits(out, model.hyper)
+                return
+            normed = np.empty_like(hidden)
             rms_norm(hidden.T, weight, model.hyper.norm_eps, normed.T, self._scratch)
             model.weights.matmul(normed, model.output, out=out)
             bend_logits(out, model.hyper)

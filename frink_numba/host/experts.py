@@ -45,9 +45,18 @@ class PreparedMixture:
 
 
 def mixture(
-    layer: PreparedMixture, x: np.ndarray, out: np.ndarray, store: WeightStore, scratch: Scratch
+    layer: PreparedMixture,
+    x: np.ndarray,
+    out: np.ndarray,
+    store: WeightStore,
+    scratch: Scratch,
+    columns: slice | None = None,
 ) -> tuple[int, ...]:
-    """The weighted sum of each token's experts, columns `x` to `out`, both float32 [hidden, n]; the experts used."""
+    """The weighted sum of each token's experts, columns `x` to `out`, both float32 [hidden, n]; the experts used.
+
+    `columns`: those that are tokens in a block with padding, all of which goes through each expert, so that a token's
+    place in the products does not depend on the others (`aligned.py`). None: all are, and an expert gets its own only.
+    """
     chosen, weights = _route(layer, x, store, scratch)
     if layer.shared is None:
         out.fill(0)
@@ -57,12 +66,15 @@ def mixture(
             gate = np.dot(layer.shared_gate, x)
             sigmoid(gate)
             np.multiply(out, gate, out=out)
-    used = tuple(np.flatnonzero(np.bincount(chosen.reshape(-1))).tolist())
+    counted = chosen if columns is None else chosen[:, columns]
+    used = tuple(np.flatnonzero(np.bincount(counted.reshape(-1))).tolist())
     for number in used:
         rank, token = np.nonzero(chosen == number)
-        part = np.take(x, token, axis=1)
-        y = scratch.array("expert output", x.shape[0], len(token))
+        part = x if columns is not None else np.take(x, token, axis=1)
+        y = scratch.array("expert output", *part.shape)
         _run(layer.experts[number], part, y, store, scratch)
+        if columns is not None:
+            y = np.take(y, token, axis=1)
         np.multiply(y, weights[rank, token], out=y)
         out[:, token] += y
     return used

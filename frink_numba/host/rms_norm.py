@@ -30,12 +30,14 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, out: np.ndarray, scr
     if channels % _PARTS == 0:
         squares = np.add.reduce(squares.reshape(*x.shape[:-2], _PARTS, channels // _PARTS, n), axis=-3)
     scale = np.add.reduce(squares, axis=-2, keepdims=True)
-    if np.isinf(scale).any():
-        scale = _large_sums(x)
+    large = np.isinf(scale)
     scale *= 1.0 / channels
     scale += eps
     np.sqrt(scale, out=scale)
     np.divide(1.0, scale, out=scale)
+    if large.any():  # in these columns alone: one token's numbers are no matter of the others
+        exact = 1 / np.sqrt(_large_sums(x) / channels + eps)
+        np.copyto(scale, exact, where=large, casting="same_kind")
     np.multiply(x, scale, out=out)
     np.multiply(out, weight, out=out)
     return out

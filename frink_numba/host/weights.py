@@ -38,8 +38,13 @@ class WeightStore:
     identity, and the store holds a reference to those it keeps: `close` it before the file under them is unmapped.
     """
 
-    def __init__(self, budget_bytes: int | None = None) -> None:
-        """`budget_bytes` None: FRINK_HOST_WEIGHTS, else half of the machine's memory."""
+    def __init__(self, budget_bytes: int | None = None, *, invariant: bool | None = None) -> None:
+        """`budget_bytes` None: FRINK_HOST_WEIGHTS, else half of the machine's memory.
+
+        `invariant` None: FRINK_INVARIANT; those who compute with the store then give it blocks of `aligned.WIDTH`
+        columns only, for which every product of a set goes one way.
+        """
+        self.invariant: bool = settings.get("FRINK_INVARIANT") if invariant is None else invariant
         if budget_bytes is None:
             budget_bytes = settings.get("FRINK_HOST_WEIGHTS")
         self.budget_bytes = machine_memory() // 2 if budget_bytes is None else budget_bytes
