@@ -136,6 +136,14 @@ SETTINGS: dict[str, Setting] = {
         Setting(
             "OMP_NUM_THREADS", _threads, None, "all processors", "OpenMP's own: counts where the former is not set."
         ),
+        Setting(
+            "FRINK_NVTX",
+            parse_flag,
+            False,
+            "`0`",
+            "Ranges for NVIDIA's profilers: the launches of the tensor-core tiers one by one, each named by layer and "
+            "operation (extra `profile`). Read when a device is first used.",
+        ),
         Setting("FRINK_DEBUG", parse_flag, False, "`0`", "The command line shows tracebacks."),
         Setting(
             "NUMBA_ENABLE_CUDASIM",

@@ -162,6 +162,7 @@ class CudaBackend:
                 else:
                     resident, block = self._make_room(l, layers, step, traffic)
                 ends = self._ends(l, length, step, traffic)
+                ends.first = l
                 hidden = step.hidden
                 if hidden is None and ends.tokens is None and step.lookup is not None:
                     hidden = step.lookup()

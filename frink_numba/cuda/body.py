@@ -50,12 +50,14 @@ class Ends:
 
     tokens: int [batch] to be looked up, in place of a hidden batch; or None. edges: what `Body.upload_edges` made, or
     None when neither is wanted. logits: of so many of the last rows. hidden: whether the hidden batch comes down.
+    first: the model's number of the run's first layer, for those who watch.
     """
 
     tokens: np.ndarray | None = None
     edges: Any = None
     logits: int = 0
     hidden: bool = True
+    first: int = 0
 
 
 WHOLE = Ends()

@@ -17,12 +17,13 @@ import numpy as np
 from frink_numba.backend import Edges
 from frink_numba.cuda.arena import Carver, float_bytes
 from frink_numba.cuda.body import WHOLE, Answer, Ends, KvSource
+from frink_numba.cuda.ranges import Ranges, open_ranges
 from frink_numba.cuda.runtime import Runtime
 from frink_numba.cuda.shapes import LayerShape
 from frink_numba.cuda.tensor.edges import TensorEdges, decline_edges, edges_bytes, upload_edges
 from frink_numba.cuda.tensor.lifts import lifted
 from frink_numba.cuda.tensor.mirror import Mirror, Mirrors
-from frink_numba.cuda.tensor.program import Program
+from frink_numba.cuda.tensor.program import Head, Program, Segment
 from frink_numba.cuda.tensor.scratch import ATTENTION_WORKSPACE, COUNTERS, STAGED_ROWS, TensorScratch
 from frink_numba.cuda.tensor.weights import TensorLayer, decline, layer_bytes, upload_layer
 from frink_numba.cuda.traffic import Traffic
@@ -47,6 +48,7 @@ class TensorBody:
         self.kernels = kernels
         self._workspace_bytes = COUNTERS + max(multiprocessors * _SPLIT_SUMS, _THIN_SUMS)
         self._mirrors = Mirrors(runtime)
+        self._ranges = open_ranges()
         self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._zeroed: weakref.ref[Any] | None = None  # the scratch block whose counters are known to be zero
 
@@ -123,7 +125,7 @@ class TensorBody:
         ends: Ends = WHOLE,
     ) -> Answer:
         batch = len(ends.tokens) if hidden is None and ends.tokens is not None else len(_there(hidden))
-        run, mirrors = _Run(self.runtime, work, traffic), list[Mirror]()
+        run, mirrors = _Run(self.runtime, work, traffic, self._ranges), list[Mirror]()
         try:
             zeroed, self._zeroed = self._zeroed, None
             total = start_pos + batch
@@ -215,8 +217,8 @@ class _Target(NamedTuple):
 class _Run:
     """One run: the hidden batch up, the launches, K/V rows and the hidden batch down."""
 
-    def __init__(self, runtime: Runtime, work: Workspace, traffic: Traffic) -> None:
-        self._runtime, self._work, self._traffic = runtime, work, traffic
+    def __init__(self, runtime: Runtime, work: Workspace, traffic: Traffic, ranges: Ranges | None) -> None:
+        self._runtime, self._work, self._traffic, self._ranges = runtime, work, traffic, ranges
 
     def go(
         self,
@@ -249,9 +251,7 @@ class _Run:
             slot = number % 2
             if number >= 2:  # the rows of the segment that was here before must be down
                 runtime.wait(work.rows_down[slot], stream)
-            if segment.replay is None:
-                segment.replay = runtime.graph(stream, segment.launches)
-            segment.replay()
+            self._launch(segment, ends.first)
             if not number:  # while the device is at work
                 targets = self._targets(layers, mirrors, sources, program.rows)
                 if ends.logits:
@@ -264,9 +264,7 @@ class _Run:
         for slot in range(min(2, len(program.segments))):
             runtime.wait(work.rows_down[slot], stream)
         for head in program.heads:
-            if head.replay is None:
-                head.replay = runtime.graph(stream, head.launches)
-            head.replay()
+            self._launch(head, ends.first)
             part = _there(logits)[head.first : head.last]
             runtime.fetch(part, ends.edges.logits, stream)
             traffic.logits_down += part.nbytes
@@ -278,6 +276,16 @@ class _Run:
         traffic.runs += 1
         rows = [(target.k, target.v) for target in targets]
         return Answer(answer if ends.hidden else None, rows, logits)
+
+    def _launch(self, part: Segment | Head, first: int) -> None:
+        """All launches of a part as one, or one by one where somebody watches."""
+        stream = self._work.compute
+        if self._ranges is not None:
+            self._ranges.launch(part.launches, self._runtime.handle(stream), first)
+            return
+        if part.replay is None:
+            part.replay = self._runtime.graph(stream, part.launches)
+        part.replay()
 
     def _fetch(self, targets: Sequence[_Target], address: int) -> None:
         """The rows of a segment come down: in one copy where the targets lie at equal distances in one block."""
