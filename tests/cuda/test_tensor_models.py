@@ -14,6 +14,7 @@ import pytest
 
 from frink_numba import registry
 from frink_numba.cuda.backend import CudaBackend
+from frink_numba.cuda.tensor.weights import LayerPacks
 from frink_numba.host import load as load_module
 from frink_numba.host.decoder import Decoder
 from frink_numba.host.load import load
@@ -56,6 +57,17 @@ def test_logits_are_transformers(name: str, fake_device, tmp_path):
         parts += [decoder.prefill(ids[80:96], cache, logits="all", chunk_size=8).logits]
         parts += [decoder.decode(int(token), cache).logits[None] for token in ids[96:]]
     assert_close(np.concatenate(parts), golden_logits(variant), 1e-2)
+
+
+def test_fused_tensors_share_a_product_and_stay_views(tmp_path):
+    """Phi-3: Q, K and V are one pack, gate and up another, made from views of the file's tensors."""
+    path = write(content(VARIANTS["phi3_fused"]), tmp_path / "m.gguf")
+    with load(path) as model:
+        for layer in model.layers:
+            packs = LayerPacks.of(layer)
+            assert [len(pack.matrices) for pack in packs.all()] == [3, 1, 2, 1]
+            assert packs.gate_up[0].gated
+            assert not any(matrix.data.flags.owndata for pack in packs.all() for matrix in pack.matrices)
 
 
 def dense(layer: Layer) -> Layer:
