@@ -338,3 +338,62 @@ def test_closing_closes_every_backend_even_when_one_fails(caplog: pytest.LogCapt
 
 def test_serve_is_an_answer_and_needs_no_note():
     assert Serve().note == ""
+
+
+class PassingBackend(FakeBackend):
+    """Declines batches of more than three rows, and says that this is no matter of the layer."""
+
+    invariant = True
+
+    def can_serve(self, l: int, step) -> Serve | Decline:  # noqa: E741
+        return Decline("too many rows", passing=True) if step.batch > 3 else super().can_serve(l, step)
+
+
+class InvariantBackend(FakeBackend):
+    invariant = True
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_nobody_takes_a_place_for_one_step_where_results_may_not_depend_on_it(
+    invariant: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """FRINK_INVARIANT: a passing decline is an error that names its reason; a lasting one sends to the next backend."""
+    monkeypatch.setenv("FRINK_INVARIANT", str(int(invariant)))
+    small, large = make_step(2, batch=3), make_step(2, batch=5)
+    mine, host = PassingBackend("mine", [0]), InvariantBackend("host", range(2))
+    both = dispatcher(small, mine, host=host)
+    assert [s.backend for s in both.run(small).served] == ["mine", "host"]
+    large.layers = small.layers
+    if not invariant:
+        assert [s.backend for s in both.run(large).served] == ["host"]
+        return
+    with pytest.raises(
+        BackendError, match=r"layer 0 \(mine: too many rows\); with FRINK_INVARIANT=1.*FRINK_BACKEND=host"
+    ):
+        both.run(large)
+    assert [row.backend for row in both.plan(large).rows] == [None]
+
+
+def test_a_failed_run_is_an_error_where_results_may_not_depend_on_it(monkeypatch: pytest.MonkeyPatch):
+    """FRINK_INVARIANT: the host's bits would be others (R21 without it)."""
+    monkeypatch.setenv("FRINK_INVARIANT", "1")
+    step = make_step(2)
+    mine, host = InvariantBackend("mine", range(2)), InvariantBackend("host", range(2))
+    monkeypatch.setattr(mine, "run", lambda *_: None)
+    with pytest.raises(BackendError, match="its run failed"):
+        dispatcher(step, mine, host=host).run(step)
+    assert host.runs == []
+
+
+def test_a_backend_that_promises_nothing_is_not_asked(monkeypatch: pytest.MonkeyPatch):
+    """FRINK_INVARIANT: a plugin without the attribute is closed and left out, with the reason."""
+    monkeypatch.setenv("FRINK_INVARIANT", "1")
+    step = make_step(2)
+    mine, host = FakeBackend("mine", range(2)), InvariantBackend("host", range(2))
+    both = dispatcher(step, mine, host=host)
+    assert [s.backend for s in both.run(step).served] == ["host"]
+    assert mine.closed == 1
+    assert mine.asked == 0
+    assert "may depend on how a text is cut" in both.unavailable[0].reason
+    with pytest.raises(BackendError, match="may depend on how a text is cut"):
+        dispatcher(step, FakeBackend("other", range(2)), order=["other"])
