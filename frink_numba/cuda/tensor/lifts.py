@@ -34,8 +34,8 @@ def lifted(layer: Layer) -> Layer:
             layer = replace(layer, attention=spec)
         if layer.attn_norm is None or layer.ffn_norm is None:
             ones = np.broadcast_to(np.float32(1), (layer.hidden_dim,))
-            norms = {name: ones for name in ("attn_norm", "ffn_norm") if getattr(layer, name) is None}
-            layer = replace(layer, **norms)
+            attn_norm, ffn_norm = (ones if norm is None else norm for norm in (layer.attn_norm, layer.ffn_norm))
+            layer = replace(layer, attn_norm=attn_norm, ffn_norm=ffn_norm)
     if isinstance(ffn, FeedForward) and ffn.activation in GATES:
         layer = replace(layer, ffn=replace(ffn, activation=Activation.SWIGLU))
     if isinstance(layer, Layer) and layer.residual_scale != 1 and math.isfinite(layer.residual_scale):
