@@ -74,8 +74,8 @@ def _as_type(kind: str, value: float, name: str) -> float:
 
 
 class FakeGemms(Gemms):
-    def __init__(self, runtime: FakeRuntime, *device: Any) -> None:
-        super().__init__(*device)
+    def __init__(self, runtime: FakeRuntime, *device: Any, invariant: bool = False) -> None:
+        super().__init__(*device, invariant=invariant)
         self._runtime = runtime
 
     def product(self, weights: DeviceWeights, m: int, **how: Any) -> Any:
@@ -162,11 +162,11 @@ class FakeSamplers(Samplers):
 
 
 class FakeTensorKernels(TensorKernels):
-    def __init__(self, runtime: FakeRuntime, tier: str, multiprocessors: int) -> None:
+    def __init__(self, runtime: FakeRuntime, tier: str, multiprocessors: int, invariant: bool = False) -> None:
         capability = CAPABILITIES[tier]
-        super().__init__(tier, capability, multiprocessors)
+        super().__init__(tier, capability, multiprocessors, invariant=invariant)
         self._runtime = runtime
-        self.gemms = FakeGemms(runtime, tier, capability, multiprocessors)
+        self.gemms = FakeGemms(runtime, tier, capability, multiprocessors, invariant=invariant)
         self.thins = FakeThins(runtime, capability, multiprocessors)
         self.attentions = FakeAttentions(runtime, tier, capability, multiprocessors)
         self.decodes = FakeDecodes(runtime, capability, multiprocessors)
@@ -182,12 +182,16 @@ def _map(address: int, rows: int, cols: int, pitch: int) -> bytes:
 
 
 def tensor_device(
-    tier: str = "wgmma", memory_bytes: int = 1 << 34, schedule: str = "lazy", seed: int = 0
+    tier: str = "wgmma",
+    memory_bytes: int = 1 << 34,
+    schedule: str = "lazy",
+    seed: int = 0,
+    invariant: bool = False,
 ) -> CudaDevice:
     """A device with tensor cores, as `open_device` would answer it."""
     runtime = FakeRuntime(memory_bytes, schedule, seed)
     info = driver.Device(0, "Fake GPU 0", memory_bytes, CAPABILITIES[tier], MULTIPROCESSORS)
-    kernels = FakeTensorKernels(runtime, tier, MULTIPROCESSORS)
+    kernels = FakeTensorKernels(runtime, tier, MULTIPROCESSORS, invariant)
     body = TensorBody(runtime, kernels, MULTIPROCESSORS)
     body._workspace_bytes = COUNTERS + MULTIPROCESSORS * 128 * 256 * 4  # as small as it may be: blocks are filled
     return CudaDevice(info, runtime, body)
