@@ -281,18 +281,12 @@ def build(variant: QkvPrepare) -> tuple[Any, Any]:
 
     from frink_numba.kernels.instructions import launch_dependents, wait_for_predecessors
     from frink_numba.kernels.ptx import instruction, numba_type
+    from frink_numba.kernels.row_operations import ballot, beyond_half
 
     load, squares, weigh, rotate, scaled, store_float, store_half = _ops(variant)
     load_word = instruction("ld.global.u32 $0, [$1];", "u32", "u64")
     load_address = instruction("ld.global.u64 $0, [$1];", "u64", "u64")
-    ballot = instruction(
-        "{\n.reg .pred p;\nsetp.ne.u32 p, $1, 0;\nvote.sync.ballot.b32 $0, p, 0xffffffff;\n}", "u32", "u32"
-    )
     lowest = instruction("{\n.reg .b32 t;\nbrev.b32 t, $1;\nclz.b32 $0, t;\n}", "u32", "u32", pure=True)
-    # 0 where |x| < 65520, which rounds to a finite f16; not-a-number is not less.
-    beyond = instruction(
-        "{\n.reg .pred p;\nsetp.lt.f32 p, $1, 0f477FF000;\nselp.u32 $0, 0, 1, p;\n}", "u32", "f32", pure=True
-    )
     inverse_root = instruction("{\n.reg .f32 t;\nsqrt.rn.f32 t, $1;\nrcp.rn.f32 $0, t;\n}", "f32", "f32", pure=True)
     nan = instruction("mov.b32 $0, 0x7fffffff;", "f32", pure=True)
     u32, u64, f32 = types.uint32, types.uint64, types.float32
@@ -397,7 +391,7 @@ def build(variant: QkvPrepare) -> tuple[Any, Any]:
                 if TURN_LAST:
                     values = rotate(values, cos_row, sin_row, lane)
                 halves = scaled(values, q_inverse)
-                spoilt = ballot(beyond(halves[TOP]))
+                spoilt = ballot(beyond_half(halves[TOP]))
                 target = q + (u64(row) * u64(n_heads) + u64(task)) * u64(2 * PITCH)
                 store_half(halves, nan(), spoilt, target, lane)
             else:
@@ -424,7 +418,7 @@ def build(variant: QkvPrepare) -> tuple[Any, Any]:
                     store_float(others, v_rows + place, lane)
                 halves = scaled(values, k_inverse)
                 other_halves = scaled(others, v_inverse)
-                spoilt = ballot(beyond(halves[TOP]) | beyond(other_halves[TOP]))
+                spoilt = ballot(beyond_half(halves[TOP]) | beyond_half(other_halves[TOP]))
                 if k_target != 0:
                     store_half(halves, nan(), spoilt, k_target + head * u64(2 * PITCH), lane)
                     store_half(other_halves, f32(0.0), spoilt, v_target + head * u64(2 * PITCH), lane)

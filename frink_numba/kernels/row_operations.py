@@ -17,6 +17,13 @@ absolute = instruction("abs.f32 $0, $1;", "f32", "f32", pure=True)
 larger = instruction("max.NaN.f32 $0, $1, $2;", "f32", "f32", "f32", pure=True)
 root = instruction("sqrt.rn.f32 $0, $1;", "f32", "f32", pure=True)
 reciprocal = instruction("rcp.rn.f32 $0, $1;", "f32", "f32", pure=True)
+ballot = instruction(
+    "{\n.reg .pred p;\nsetp.ne.u32 p, $1, 0;\nvote.sync.ballot.b32 $0, p, 0xffffffff;\n}", "u32", "u32"
+)
+# 0 where |x| < 65520, which rounds to a finite f16; not-a-number is not less.
+beyond_half = instruction(
+    "{\n.reg .pred p;\nsetp.lt.f32 p, $1, 0f477FF000;\nselp.u32 $0, 0, 1, p;\n}", "u32", "f32", pure=True
+)
 quotient = instruction("div.rn.f32 $0, $1, $2;", "f32", "f32", "f32", pure=True)
 
 
