@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from frink_numba.errors import CacheError
+from frink_numba.host.cache_lease import CacheLease, Places
 from frink_numba.host.integers import shown
 from frink_numba.host.layer_kv import DTYPES, Counted, LayerKV, Shared
 from frink_numba.layer import Layer
@@ -43,6 +45,7 @@ class KVCache(Sequence[LayerKV]):
         self.layers = layers  # that it was made for
         self._shared = Shared(context_length.__index__(), stored, allocate or _ordinary_memory)
         self._layers = tuple(LayerKV(self._shared, index, layer) for index, layer in enumerate(layers))
+        self._places: tuple[int, Places] | None = None  # at so many moves
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -82,6 +85,53 @@ class KVCache(Sequence[LayerKV]):
         """Bytes of all buffers, spare capacity included."""
         return sum(layer.nbytes for layer in self._layers)
 
+    @property
+    def evicted(self) -> bool:
+        """Whether any layer lacks rows that were there."""
+        return self._shared.evictions > 0 and any(layer.rows < layer.positions for layer in self._layers)
+
+    @property
+    def version(self) -> int:
+        """As `LayerKV.version`, for all layers: grows whenever rows of any change but by new ones behind the last."""
+        return len(self._shared.cuts) + self._shared.evictions
+
+    def unchanged_since(self, version: int) -> int:
+        """How many of the first positions are, in every layer, what they were at that version."""
+        changes = self.version - version
+        if not changes:
+            return self.positions
+        return 0 if self._shared.evictions or changes < 0 else min(self.positions, *self._shared.cuts[version:])
+
+    @property
+    def moves(self) -> int:
+        """Grows whenever a layer goes on in other buffers."""
+        return self._shared.moves
+
+    @property
+    def places(self) -> Places:
+        """Where the layers' buffers are."""
+        moves = self._shared.moves
+        if self._places is None or self._places[0] != moves:
+            self._places = moves, Places.of(self._layers)
+        return self._places[1]
+
+    def lend(self, n: int) -> CacheLease:
+        """Room for `n` new rows in all layers at once; pushing it counts them, at the cost of one.
+
+        CacheError beyond the context, or where rows were evicted.
+        """
+        if self.evicted:
+            raise CacheError("a cache that has evicted rows lends room layer by layer only")
+        self.reserve(n)
+        shared = self._shared
+        if shared.layers_lent:
+            for layer in self._layers:
+                layer.void()
+        shared.layers_lent, shared.staged = False, 0
+        lease = CacheLease(self, self._layers, self.places, shared.moves, shared.positions, n)
+        shared.lent = weakref.ref(lease)  # it knows the layers, which know what they share
+        return lease
+
     def push(self, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         """Append one (K, V) pair a layer: [n, n_kv_heads, width] each, float32 or float16, the same n everywhere.
 
@@ -95,7 +145,13 @@ class KVCache(Sequence[LayerKV]):
 
         Any other change of the cache forgets those that do not count; so does an error here.
         """
-        self._shared.staged = 0
+        shared = self._shared
+        shared.staged = 0
+        if isinstance(rows, CacheLease) and shared.lent is not None and shared.lent() is rows:
+            shared.check_room(rows.size)
+            shared.lent, rows.counted = None, Counted()
+            shared.staged, shared.counted = rows.size, rows.counted
+            return
         if len(rows) != len(self._layers):
             raise CacheError(f"rows of {len(rows)} layers do not fit a cache of {len(self._layers)}")
         if not rows:
@@ -135,6 +191,8 @@ class KVCache(Sequence[LayerKV]):
         new rows of all of them at once. CacheError beyond the context; MemoryError leaves the cache as it was.
         """
         self._shared.check_room(n)
+        if self.positions + n <= self.places.capacity:
+            return
         sizes = [(layer, layer.capacity_for(n)) for layer in self._layers]
         growing = [(layer, rows) for layer, rows in sizes if not layer.holds(rows)]
         if not growing:
@@ -163,7 +221,7 @@ class KVCache(Sequence[LayerKV]):
             return
         for layer in self._layers:
             layer.check_truncate(n)
-        self._shared.staged = 0
+        self._shared.staged, self._shared.lent = 0, None
         self._shared.cuts.append(n)
         self._shared.positions = n
         if n == 0:

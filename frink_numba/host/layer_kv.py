@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,10 @@ class Shared:
     cuts: list[int] = field(default_factory=list)  # the positions that were left after each truncation
     staged: int = 0  # rows that lie behind the last of every layer and do not count yet
     counted: Counted | None = None  # of those that were staged together with them
+    evictions: int = 0
+    moves: int = 0  # grows whenever a layer goes on in other buffers
+    lent: weakref.ref[Any] | None = None  # the lease on rows of all layers that was given out last
+    layers_lent: bool = False  # whether a layer may have given out a lease since
 
     def check_room(self, n: int) -> None:
         if n < 0:
@@ -106,6 +111,11 @@ class LayerKV:
         return 0 if self._evictions or changes < 0 else min(self.rows, *self._shared.cuts[version:])
 
     @property
+    def buffers(self) -> tuple[np.ndarray, np.ndarray]:
+        """K and V [capacity, heads, width], of which `rows` count."""
+        return self._k, self._v
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the buffers, spare capacity included."""
         return int(self._k.nbytes + self._v.nbytes)
@@ -139,6 +149,7 @@ class LayerKV:
         """
         shared = self._shared
         shared.staged = 0  # what lay there is written over
+        shared.lent, shared.layers_lent = None, True
         first = shared.positions - self._evicted
         end = first + n
         if n < 0 or end > self._k.shape[0] or shared.positions + n > shared.context_length:
@@ -167,7 +178,7 @@ class LayerKV:
 
     def move_to(self, k: np.ndarray, v: np.ndarray) -> None:
         """Go on in larger buffers."""
-        self._shared.staged = 0
+        self._left()
         k[: self.rows] = self._k[: self.rows]
         v[: self.rows] = self._v[: self.rows]
         self._k, self._v = k, v
@@ -204,6 +215,16 @@ class LayerKV:
         if self._lent is not None:
             self._lent.counted, self._lent = counted, None
 
+    def _left(self) -> None:
+        """The buffers are left for others: nothing that was lent there counts."""
+        shared = self._shared
+        shared.staged, shared.lent = 0, None
+        shared.moves += 1
+
+    def void(self) -> None:
+        """Take back the tail that was given out last."""
+        self._lent = None
+
     def evictable(self) -> int:
         """Rows that no query from `positions` on can see."""
         if not self.window:
@@ -220,11 +241,12 @@ class LayerKV:
 
     def adopt(self, buffers: tuple[np.ndarray, np.ndarray], evicted: int) -> None:
         """Take `buffers`, which lack `evicted` rows of those held."""
-        self._shared.staged = 0
+        self._left()
         self._k, self._v = buffers
         self._addresses = self._lent = None
         self._evicted += evicted
         self._evictions += 1
+        self._shared.evictions += 1
 
     def check_truncate(self, n: int) -> None:
         """CacheError when a query at position `n` would miss a row that was evicted."""
