@@ -54,6 +54,12 @@ OPTIONS = (
                      qk_norm_after_rope=True, activation=Activation.GEGLU_ERF, bias=True, ffn=64),
         ["Q4_0", "Q8_0", "F16"],
     ),
+    (LayerOptions(head_dim=32, bias=True, o_bias=True, ffn_bias=True, residual_scale=0.7, ffn=96), ["Q8_0"]),
+    (
+        LayerOptions(o_bias=True, ffn_bias=True, post_norms=True, residual_scale=1.3, ffn=64,
+                     activation=Activation.GEGLU_ERF),
+        ["F16", "Q8_0", "Q8_0", "Q4_0", "Q8_0", "F16"],
+    ),
     (
         LayerOptions(pre_norms=False, post_norms=True, qk_norm="whole", qk_norm_after_rope=True, magnitude=0.8,
                      ffn=64, window=6),

@@ -26,7 +26,7 @@ from tests.golden.tiny_gguf import adapter_content, content, write
 
 PLAIN = [name for name, variant in VARIANTS.items() if not variant.adapted]
 # The tensor-core kernels' own limits, which tiny models meet and real ones do not; and what the host alone computes.
-HOST = {name for name in PLAIN if VARIANTS[name].experts} | {"llama_head_dim", "llama_biases"}
+HOST = {name for name in PLAIN if VARIANTS[name].experts} | {"llama_head_dim"}
 
 
 @pytest.fixture

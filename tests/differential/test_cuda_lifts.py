@@ -26,6 +26,8 @@ LIFTS: dict[str, dict] = {
     "sinks": {"sinks": True},
     "residual": {"residual_scale": 0.22},
     "residual behind post-norms": {"residual_scale": 0.22, "post_norms": True},
+    "biases": {"bias": True, "o_bias": True, "ffn_bias": True, "residual_scale": 0.6},
+    "biases and norms behind": {"o_bias": True, "ffn_bias": True, "post_norms": True, "activation": Activation.GEGLU},
     "norm after the rotation": {"qk_norm": "head", "qk_norm_after_rope": True, "magnitude": 1.3, "partial": True},
     "norm of all heads after the rotation": {
         "qk_norm": "whole",

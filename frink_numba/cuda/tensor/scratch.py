@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from frink_numba.cuda.arena import Layout
 from frink_numba.cuda.parts import rope_key
 from frink_numba.cuda.shapes import LayerShape
+from frink_numba.cuda.tensor.weights import separate_gate
 from frink_numba.kernels.fused_attention import SEQUENCE, head_pitch
 from frink_numba.kernels.tma import MAP_BYTES
 from frink_numba.layer import Layer
@@ -42,7 +43,6 @@ class TensorScratch:
     def of(cls, layers: Sequence[Layer], workspace: int) -> TensorScratch:
         """`workspace`: bytes that the kernels want at most, whatever the shape."""
         shapes = [LayerShape.of(layer) for layer in layers]
-        experts = [layer.ffn.experts[0] for layer in layers]
         return cls(
             layers=len(layers),
             hidden=max(shape.hidden for shape in shapes),
@@ -53,7 +53,7 @@ class TensorScratch:
             rope_pairs=max(shape.rope_pairs for shape in shapes),
             rope_tables=len({rope_key(layer) for layer in layers} - {None}),
             post_norms=any(x.post_attn_norm is not None or x.post_ffn_norm is not None for x in layers),
-            separate_gate=any(expert.gate.kind != expert.up.kind for expert in experts),
+            separate_gate=any(map(separate_gate, layers)),
             workspace=workspace,
         )
 

@@ -39,7 +39,7 @@ class Pack:
     column: int = 0
     gated: bool = False
     bias: np.ndarray | None = None  # float32, as long as the rows
-    factor: float = 1.0  # of all results
+    factor: float = 1.0  # of all results, the bias too
 
     @property
     def slabs(self) -> int:
@@ -55,7 +55,7 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class LayerPacks:
-    """The products of a layer. `gate_up` is one gated pack, or two where the kinds differ."""
+    """The products of a layer. `gate_up` is one gated pack, or two where the kinds differ or there are biases."""
 
     qkv: tuple[Pack, ...]
     o: Pack
@@ -78,12 +78,15 @@ class LayerPacks:
             qkv.append(Pack(matrices, column, bias=bias))
             column += sum(matrix.rows for matrix in matrices)
         gate_up: tuple[Pack, ...] = (Pack((expert.gate, expert.up), gated=True),)
-        if expert.gate.kind != expert.up.kind:
-            gate_up = (Pack((expert.gate,)), Pack((expert.up,)))
+        if separate_gate(layer):
+            gate_up = (Pack((expert.gate,), bias=expert.gate_bias), Pack((expert.up,), bias=expert.up_bias))
         # x += residual_scale * o(..): in the product, or in the norm's weight where one stands between (`_uploaded`).
         o, down = (
-            Pack((matrix,), factor=layer.residual_scale if norm is None else 1.0)
-            for matrix, norm in ((spec.o, layer.post_attn_norm), (expert.down, layer.post_ffn_norm))
+            Pack((matrix,), bias=bias, factor=layer.residual_scale if norm is None else 1.0)
+            for matrix, bias, norm in (
+                (spec.o, spec.o_bias, layer.post_attn_norm),
+                (expert.down, expert.down_bias, layer.post_ffn_norm),
+            )
         )
         return cls(tuple(qkv), o, gate_up, down)
 
@@ -130,6 +133,12 @@ def decline(layer: Layer) -> str | None:
     return None
 
 
+def separate_gate(layer: Layer) -> bool:
+    """Whether gate and up are products of their own: of different kinds, or with a bias, which no gated product has."""
+    expert = layer.ffn.experts[0]
+    return expert.gate.kind != expert.up.kind or expert.gate_bias is not None or expert.up_bias is not None
+
+
 def qk_norm_form(layer: Layer) -> str:
     """ "", "head" or "whole": how q and k are normed (R14)."""
     form = _norm_form(layer)
@@ -162,9 +171,9 @@ def upload_layer(runtime: Runtime, layer: Layer, stream: Any, traffic: Traffic) 
         bias, bound = 0, 0.0
         if part.bias is not None:
             filled = np.zeros(SLAB * part.slabs, np.float32)
-            filled[: part.bias.size] = part.bias
+            filled[: part.bias.size] = part.bias * np.float32(part.factor)
             bias = place(filled)
-            bound = float(np.max(np.abs(part.bias)))
+            bound = float(np.max(np.abs(filled)))
         return DeviceWeights.of(made, data, row_scale, bias, bound)
 
     packs = LayerPacks.of(layer)
