@@ -56,7 +56,7 @@ class CudaDevice:
         self._process = os.getpid()
 
     def __str__(self) -> str:
-        return f"{self.info.name}, {self.tier} tier{', invariant' if self.body.invariant else ''}"
+        return f"{self.info.name}, {'invariant, ' if self.body.invariant else ''}{self.tier} tier"
 
     @property
     def tier(self) -> str:
