@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
 import time
@@ -13,7 +14,9 @@ from frink_numba.cli import arguments as common
 from frink_numba.cli import output
 
 if TYPE_CHECKING:
+    from frink_numba.cli.compare import Compared
     from frink_numba.host.decoder import Decoder
+    from frink_numba.host.model import Model
     from frink_numba.plan import Plan
     from frink_numba.receipt import Row
 
@@ -31,31 +34,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-r", "--repetitions", type=common.at_least(1), default=5, metavar="N", help="measured runs of each (5)"
     )
+    parser.add_argument(
+        "--compare",
+        metavar="PROGRAM",
+        help='also run llama-bench of llama.cpp, by name or path, with options of its own: "llama-bench -fa 1"',
+    )
     parser.add_argument("--receipt", type=Path, metavar="FILE", help="write the figures to FILE as a JSON receipt")
     parser.epilog = (
         "ppN prefills N random tokens into an empty cache, logits of the last position included. tgN feeds N tokens, "
         "one by one, from an empty cache, logits after each and no sampling. Both as llama-bench counts them; one run "
-        "of each before the measured ones is thrown away. Figures are the median, the 20th and the 80th percentile."
+        "of each before the measured ones is thrown away. Figures are the median, the 20th and the 80th percentile. "
+        "--compare runs before them, with the same file, lengths and repetitions; a ratio above 1 means that "
+        "frink-numba is faster."
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from frink_numba.cli import compare
     from frink_numba.cli.engine import label, open_engine
     from frink_numba.receipt import check_place, receipt, write_receipt
 
     if not arguments.prompt and not arguments.generate:
         arguments.parser.error("nothing to measure: give -p or -n a number")
+    if arguments.compare and arguments.adapters:
+        arguments.parser.error("llama-bench takes no adapter: --compare and --adapter exclude each other")
     if arguments.receipt:
         check_place(arguments.receipt)
+    program = compare.find(arguments.compare) if arguments.compare else None
     with open_engine(arguments) as (model, decoder):
         longest = max(arguments.prompt + arguments.generate)
         if longest > model.context_length:
             arguments.parser.error(f"{longest} tokens are beyond the context of {model.context_length}; see --context")
+        cases = [(f"pp{n}", n, _prefill, decoder.plan(batch=n)) for n in arguments.prompt]
+        cases += [(f"tg{n}", n, _decode, decoder.plan(batch=1)) for n in arguments.generate]
+        other = None
+        if program:
+            gpu = any(row.backend != "host" for *_, plan in cases for row in plan.rows)
+            other = compare.run(
+                program, model.gguf.paths[0], arguments.prompt, arguments.generate, arguments.repetitions, gpu
+            )
         with output.progress_bar() as progress:
-            rows = _measure(arguments, decoder, label(model), model.vocab_size, progress)
+            rows = _measure(arguments, cases, decoder, label(model), model.vocab_size, other, progress)
+        facts = _facts(model, label(model))
     machine, driver = _machine(rows)
     command = shlex.join(["frink-numba", *(sys.argv[1:])])
     document = receipt("bench", command, rows, machine=machine, driver=driver)
+    document["model"] = facts
     if arguments.receipt:
         write_receipt(arguments.receipt, document)
     if arguments.json:
@@ -65,16 +89,30 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _facts(model: Model, name: str) -> dict[str, Any]:
+    """A model's name, and the bytes and number of its weights."""
+    tensors = model.gguf.tensors.values()
+    return {
+        "name": name,
+        "bytes": sum(info.nbytes for info in tensors),
+        "parameters": sum(math.prod(info.shape) for info in tensors),
+    }
+
+
 def _measure(
-    arguments: argparse.Namespace, decoder: Decoder, name: str, vocabulary: int, progress: output.Progress | None
+    arguments: argparse.Namespace,
+    cases: list[Any],
+    decoder: Decoder,
+    name: str,
+    vocabulary: int,
+    other: Compared | None,
+    progress: output.Progress | None,
 ) -> list[Row]:
     import numpy as np
 
     from frink_numba.receipt import Row
 
     tokens = np.random.default_rng(_SEED).integers(0, vocabulary, max(arguments.prompt + arguments.generate)).tolist()
-    cases = [(f"pp{n}", n, _prefill, decoder.plan(batch=n)) for n in arguments.prompt]
-    cases += [(f"tg{n}", n, _decode, decoder.plan(batch=1)) for n in arguments.generate]
     total, done = len(cases) * (arguments.repetitions + 1), 0
     rows = []
     for case, n, once, plan in cases:
@@ -87,7 +125,8 @@ def _measure(
             if progress:
                 progress(case, done, total)
         backend, tier = _served(plan)
-        rows.append(Row.from_samples(f"{name} {case}", "tok/s", samples, backend, tier=tier))
+        against = {} if other is None else {"baseline": other.name, "baseline_value": other.rates[case]}
+        rows.append(Row.from_samples(f"{name} {case}", "tok/s", samples, backend, tier=tier, **against))
     return rows
 
 
@@ -107,10 +146,11 @@ def _decode(decoder: Decoder, tokens: list[int]) -> float:
 
 
 def _served(plan: Plan) -> tuple[str, str | None]:
-    """The backends of a plan, joined, and what they say of how they serve; None where they say nothing."""
+    """The backends of a plan, joined, and the tiers that they name; None where they name none."""
     backends = dict.fromkeys(row.backend or "nobody" for row in plan.rows)
-    notes = dict.fromkeys(row.note for row in plan.rows if row.note)
-    return "+".join(backends), "; ".join(notes) or None
+    notes = (row.note.rpartition(", ")[2] for row in plan.rows)
+    tiers = dict.fromkeys(note.removesuffix(" tier") for note in notes if note.endswith(" tier"))
+    return "+".join(backends), "+".join(tiers) or None
 
 
 def _machine(rows: list[Row]) -> tuple[str, str | None]:
@@ -128,20 +168,19 @@ def _machine(rows: list[Row]) -> tuple[str, str | None]:
 
 
 def _write(document: dict[str, Any]) -> None:
-    output.write_table(
-        document["machine"],
-        ("case", "tok/s", "p20", "p80", "runs", "backend", "how"),
-        [
-            (
-                r["case"],
-                f"{r['value']:.1f}",
-                f"{r['p20']:.1f}",
-                f"{r['p80']:.1f}",
-                r["runs"],
-                r["backend"],
-                r.get("tier", ""),
-            )
-            for r in document["rows"]
-        ],
-        right=("tok/s", "p20", "p80", "runs"),
-    )
+    """A table as llama-bench's: a row a test."""
+    facts, rows = document["model"], document["rows"]
+    what = (facts["name"], output.in_units(facts["bytes"]), output.in_thousands(facts["parameters"]))
+    columns = ["model", "size", "params", "backend", "tier", "test", "t/s", "p20", "p80"]
+    against = rows[0].get("baseline")
+    if against:
+        columns += [against, "ratio"]
+    shown = []
+    for row in rows:
+        test = row["case"].rpartition(" ")[2]
+        cells = [*what, row["backend"], row.get("tier", ""), test, *(f"{row[x]:.2f}" for x in ("value", "p20", "p80"))]
+        if against:
+            cells += [f"{row['baseline_value']:.2f}", f"{row['ratio']:.2f}"]
+        shown.append(cells)
+    figures = ("size", "params", "test", "t/s", "p20", "p80", against or "", "ratio")
+    output.write_table(f"{document['machine']}, {rows[0]['runs']} runs", columns, shown, right=figures)

@@ -21,6 +21,8 @@ def test_a_receipt_is_what_json_says(smollm2_path: Path, tmp_path: Path) -> None
     assert json.loads(path.read_text("utf-8")) == document
     assert document["benchmark"] == "bench"
     assert document["machine"] == cpu_name()
+    name = "SmolLM2-135M-Instruct.Q4_1"
+    assert document["model"] == {"name": name, "bytes": 96576768, "parameters": 134515008}
     assert document["command"].startswith("frink-numba bench smollm2-135m -p 8,16 -n 2 -r 2 --receipt ")
     rows = document["rows"]
     assert [row["case"].rpartition(" ")[2] for row in rows] == ["pp8", "pp16", "tg2"]
@@ -51,7 +53,8 @@ def test_a_model_without_a_tokenizer_is_measured_too(tmp_path: Path) -> None:
 def test_the_table_shows_the_figures(smollm2_path: Path) -> None:
     done = frink("bench", "smollm2-135m", "-p", "4", "-n", "0", "-r", "1")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "SmolLM2-135M-Instruct.Q4_1 pp4" in done.stdout
+    (row,) = [line for line in done.stdout.splitlines() if "SmolLM2-135M-Instruct.Q4_1" in line]
+    assert [cell.strip() for cell in row.strip("│").split("│")][1:6] == ["92.10 MiB", "134.52 M", "host", "", "pp4"]
     assert "tg" not in done.stdout
 
 
