@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,29 @@ class Layout:
         offset = self.nbytes
         self.nbytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return offset
+
+
+def share(sizes: Mapping[str, int], needed: Mapping[str, Collection[int]]) -> tuple[dict[str, int], int]:
+    """Places for parts of which not all are needed at once: (offsets by name, bytes of the whole).
+
+    sizes: bytes by name. needed: the stages of a run at which a part's contents matter. Two parts that have a stage in
+    common do not overlap. The largest are placed first, each as low as it fits.
+    """
+    places: dict[str, int] = {}
+    end = 0
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        stages = set(needed[name])
+        taken = sorted(
+            (place, place + sizes[other]) for other, place in places.items() if not stages.isdisjoint(needed[other])
+        )
+        offset = 0
+        for first, last in taken:
+            if offset + sizes[name] <= first:
+                break
+            offset = max(offset, -(-last // ALIGNMENT) * ALIGNMENT)
+        places[name] = offset
+        end = max(end, offset + sizes[name])
+    return places, -(-end // ALIGNMENT) * ALIGNMENT
 
 
 def float_bytes(*elements: int) -> int:

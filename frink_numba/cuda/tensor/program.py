@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from frink_numba.cuda.arena import Layout
 from frink_numba.cuda.shapes import LayerShape
 from frink_numba.cuda.tensor.edges import TensorEdges
 from frink_numba.cuda.tensor.lifts import GATES
@@ -104,8 +103,7 @@ class Program:
         self._kernels, self._m = kernels, m
         self._few = 0 if kernels.invariant else THIN_ROWS
         self.rows = m
-        layout = Layout()
-        self._at = {name: base + layout.add(size) for name, size in scratch.parts(m).items()}
+        self._at = {name: base + place for name, place in scratch.places(m)[0].items()}
         self._workspace = scratch.workspace  # bytes
         self.hidden, self.step_address, self.staging = (self._at[name] for name in ("hidden", "step", "staging"))
         self.counters = self._at["attention_workspace"]  # and those of all other launches behind them

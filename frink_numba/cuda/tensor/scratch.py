@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from frink_numba.cuda.arena import Layout
+from frink_numba.cuda.arena import Layout, share
 from frink_numba.cuda.parts import rope_key
 from frink_numba.cuda.shapes import LayerShape
 from frink_numba.cuda.tensor.weights import separate_gate
@@ -14,13 +14,34 @@ from frink_numba.kernels.tma import MAP_BYTES
 from frink_numba.layer import Layer
 
 STAGED_ROWS = 256  # prefix rows that go up at a time
-_SEGMENT_BYTES = 4 << 20  # of K/V rows that come down together
-_SEGMENTS = 8  # at most
+_SEGMENT_BYTES = 4 << 20  # of K/V rows that come down together, at least
+_SEGMENTS = 8  # at most, unless their rows are larger than this
+_MOST_SEGMENT_BYTES = 16 << 20
 
 ATTENTION_WORKSPACE = 1 << 16
 COUNTERS = 1 << 17  # bytes at the beginning of the workspace that are zero between launches
 
 _ATTENTION_MAPS = 4  # of a layer, at most
+
+# The launches of a run in their order (program.py), and before them the upload of prefix rows.
+_PREFIX, _NORM, _QKV, _PREPARE, _ATTENTION, _O, _O_NORM, _GATE_UP, _GATED, _DOWN, _DOWN_NORM, _HEAD = range(12)
+# At which of them the contents of a part matter; what is not named here is needed from first to last. All launches
+# follow each other in one stream, and each waits for the one before it.
+_NEEDED = {
+    "staging": (_PREFIX,),
+    "normed": (_NORM, _QKV, _GATE_UP, _HEAD),
+    "qkv": (_QKV, _PREPARE, _ATTENTION),  # one launch does both for few rows of a sequence
+    "q": (_PREPARE, _ATTENTION),
+    "attended": (_ATTENTION, _O),
+    "projected": (_O, _O_NORM, _DOWN, _DOWN_NORM),
+    "gate": (_GATE_UP, _GATED),
+    "up": (_GATE_UP, _GATED),
+    "inner": (_GATE_UP, _GATED, _DOWN),
+}
+
+
+# Sums of split products: of 128 rows x 256 tokens for each multiprocessor, and of 8 rows of logits cut along K.
+_SPLIT_SUMS, _THIN_SUMS = 128 * 256 * 4, 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +81,12 @@ class TensorScratch:
     def segment(self, batch: int) -> int:
         """Layers of a segment: their new float32 K/V rows come down together, while the next segment runs."""
         nbytes = self.layers * 8 * batch * self.kv_width
-        segments = max(1, min(_SEGMENTS, self.layers, nbytes // _SEGMENT_BYTES))
+        most = max(_SEGMENTS, -(-nbytes // _MOST_SEGMENT_BYTES))
+        segments = max(1, min(most, self.layers, nbytes // _SEGMENT_BYTES))
         return -(-self.layers // segments)
 
     def parts(self, batch: int) -> dict[str, int]:
-        """Bytes of every part, by name, in the order they lie in the block."""
+        """Bytes of every part, by name."""
         filled = 4 * (-(-batch // 256) * 256)  # scales and norms of rows, as long as the widest tile
         parts = {
             # First and always as long: the kernels leave zeros there for the next run, as far as COUNTERS.
@@ -94,12 +116,24 @@ class TensorScratch:
             parts[f"cos{table}"] = parts[f"sin{table}"] = 4 * batch * self.rope_pairs
         return parts
 
+    def places(self, batch: int) -> tuple[dict[str, int], int]:
+        """Where each part begins in the block, and the bytes of the block. Parts that are never needed at once share.
+
+        Those that are needed all the time come first, in their order.
+        """
+        parts, layout = self.parts(batch), Layout()
+        places = {name: layout.add(size) for name, size in parts.items() if name not in _NEEDED}
+        shared, nbytes = share({name: size for name, size in parts.items() if name in _NEEDED}, _NEEDED)
+        return places | {name: layout.nbytes + place for name, place in shared.items()}, layout.nbytes + nbytes
+
     def nbytes(self, batch: int, start_pos: int) -> int:
         """Bytes of the whole block, wherever the batch begins."""
-        layout = Layout()
-        for size in self.parts(batch).values():
-            layout.add(size)
-        return layout.nbytes
+        return self.places(batch)[1]
+
+
+def workspace_bytes(multiprocessors: int) -> int:
+    """Bytes that the launches on a device want at most for counters and sums."""
+    return COUNTERS + max(multiprocessors * _SPLIT_SUMS, _THIN_SUMS)
 
 
 def step_bytes(batch: int, layers: int) -> int:
