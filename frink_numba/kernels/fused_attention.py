@@ -36,17 +36,14 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from frink_numba.errors import BackendUnavailable, ShapeError
+from frink_numba.errors import ShapeError
 from frink_numba.kernels import fused_attention_mma, fused_attention_wgmma, qkv_prepare
-from frink_numba.kernels.cubins import Source, Target
-from frink_numba.kernels.cubins import load as load_cubin
+from frink_numba.kernels.cubins import Source
 from frink_numba.kernels.fused_attention_plan import (
     LOG2E,
     Layout,
@@ -55,7 +52,7 @@ from frink_numba.kernels.fused_attention_plan import (
     make_mma_layout,
     resident_positions,
 )
-from frink_numba.kernels.launch import Launch, LoadedKernel
+from frink_numba.kernels.launch import KernelShelf, Launch, LoadedKernel
 from frink_numba.kernels.qkv_prepare import NORMS, QkvPrepare
 from frink_numba.kernels.tma import heads_map
 from frink_numba.layer import RopeLayout
@@ -156,17 +153,8 @@ class Attentions:
 
     def __init__(self, tier: str, capability: tuple[int, int], multiprocessors: int) -> None:
         self.tier, self.multiprocessors = tier, multiprocessors
-        if tier == "wgmma" and capability == (9, 0):
-            self.target = Target("90a")
-        elif tier == "mma" and capability >= (8, 0):
-            self.target = Target(f"{capability[0]}{capability[1]}")
-        else:
-            raise BackendUnavailable(
-                f"no fused attention of the tier {tier} for compute capability {capability[0]}.{capability[1]}"
-            )
-        self._capability, self._overlap = capability, capability >= (9, 0)
-        self._kernels: dict[Any, LoadedKernel] = {}
-        self._lock = threading.Lock()
+        self._shelf = KernelShelf(capability, tier)
+        self._capability = capability
 
     def prepare(
         self, shape: HeadShape, *, rope: RopeForm | None = None, norm: str = "", norm_last: bool = False
@@ -184,7 +172,7 @@ class Attentions:
         layout, rot_dim = (rope.layout, rope.rot_dim) if rope else (None, 0)
         # Without a norm or a rotation there is no order of the two.
         norm_last = norm_last and norm != "" and rope is not None
-        variant = QkvPrepare(shape.head_dim, norm, layout, rot_dim, self._overlap, norm_last)
+        variant = QkvPrepare(shape.head_dim, norm, layout, rot_dim, self._shelf.overlap, norm_last)
         return Prepare(shape, variant, self._kernel(variant))
 
     def attention(self, shape: HeadShape, m: int, *, windowed: bool = False, softcap: bool = False) -> Attention:
@@ -202,31 +190,16 @@ class Attentions:
         return Attention(shape, m, layout, self._kernel(layout), self.multiprocessors)
 
     def _kernel(self, variant: QkvPrepare | Layout | MmaLayout) -> LoadedKernel:
-        with self._lock:
-            kernel = self._kernels.get(variant)
-            if kernel is None:
-                kernel = self._kernels[variant] = self._load(variant)
-            return kernel
-
-    def _load(self, variant: QkvPrepare | Layout | MmaLayout) -> LoadedKernel:
-        source = source_of(variant)
-        cubin = load_cubin(source, self.target)
+        shelf, source = self._shelf, source_of(variant)
         if isinstance(variant, QkvPrepare):
-            types = [kind for _, kind in qkv_prepare.ARGUMENTS]
-            return LoadedKernel(cubin, types, source.threads, 0, overlap=self._overlap)
+            return shelf.kernel(source, qkv_prepare.ARGUMENTS, overlap=shelf.overlap)
         if isinstance(variant, MmaLayout):
-            types = [kind for _, kind in fused_attention_mma.ARGUMENTS]
-            return LoadedKernel(cubin, types, source.threads, variant.shared)
-        types = [kind for _, kind in fused_attention_wgmma.ARGUMENTS]
-        return LoadedKernel(cubin, types, source.threads, variant.shared, overlap=True)
+            return shelf.kernel(source, fused_attention_mma.ARGUMENTS, variant.shared)
+        return shelf.kernel(source, fused_attention_wgmma.ARGUMENTS, variant.shared, overlap=True)
 
     def close(self) -> None:
         """Unload the kernels; their launches must not run any more."""
-        with self._lock:
-            kernels = list(self._kernels.values())
-            self._kernels.clear()
-        for kernel in kernels:
-            kernel.close()
+        self._shelf.close()
 
 
 def source_of(variant: QkvPrepare | Layout | MmaLayout) -> Source:

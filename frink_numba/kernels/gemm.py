@@ -21,21 +21,18 @@ are as long as M rounded up to 256. Columns of the result beyond N may be overwr
 from __future__ import annotations
 
 import functools
-import threading
 from dataclasses import dataclass
-from typing import Any
 
-from frink_numba.errors import BackendUnavailable, ShapeError
+from frink_numba.errors import ShapeError
 from frink_numba.kernels import gemm_mma, gemm_variant, gemm_wgmma, half_rows
-from frink_numba.kernels.cubins import Source, Target
-from frink_numba.kernels.cubins import load as load_cubin
+from frink_numba.kernels.cubins import Source
 from frink_numba.kernels.gemm_epilogue import GATES, Epilogue
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, fragment_kind
 from frink_numba.kernels.gemm_mma import MmaGemm
 from frink_numba.kernels.gemm_pack import PackedMatrix
 from frink_numba.kernels.gemm_plan import INVARIANT_MMA_TOKENS, TOKEN_TILES, Plan, invariant_plan, make_plan, mma_tokens
 from frink_numba.kernels.gemm_variant import WgmmaGemm
-from frink_numba.kernels.launch import Launch, LoadedKernel
+from frink_numba.kernels.launch import KernelShelf, Launch, LoadedKernel
 from frink_numba.kernels.tma import MAP_BYTES, tensor_map
 from frink_numba.quant import QuantKind
 
@@ -106,18 +103,8 @@ class Gemms:
         self, tier: str, capability: tuple[int, int], multiprocessors: int, *, invariant: bool = False
     ) -> None:
         self.tier, self.multiprocessors, self.invariant = tier, multiprocessors, invariant
-        if tier == "wgmma" and capability == (9, 0):
-            self.target = Target("90a")
-        elif tier == "mma" and capability >= (8, 0):
-            self.target = Target(f"{capability[0]}{capability[1]}")
-        else:
-            raise BackendUnavailable(
-                f"no tensor-core kernels of the tier {tier} for compute capability {capability[0]}.{capability[1]}"
-            )
-        self._overlap = capability >= (9, 0)
+        self._shelf = KernelShelf(capability, tier)
         self._memory = gemm_mma.shared_memory(capability)
-        self._kernels: dict[Any, LoadedKernel] = {}
-        self._lock = threading.Lock()
 
     def product(
         self,
@@ -164,31 +151,17 @@ class Gemms:
 
     def _kernel(self, variant: WgmmaGemm | MmaGemm | None) -> LoadedKernel:
         """The loaded kernel of a variant; None is the conversion of rows."""
-        with self._lock:
-            kernel = self._kernels.get(variant)
-            if kernel is None:
-                kernel = self._kernels[variant] = self._load(variant)
-            return kernel
-
-    def _load(self, variant: WgmmaGemm | MmaGemm | None) -> LoadedKernel:
-        source = source_of(variant, overlap=self._overlap)
-        cubin = load_cubin(source, self.target)
+        shelf = self._shelf
+        source = source_of(variant, overlap=shelf.overlap)
         if variant is None:
-            types = [kind for _, kind in half_rows.ARGUMENTS]
-            return LoadedKernel(cubin, types, source.threads, 0, overlap=self._overlap)
+            return shelf.kernel(source, half_rows.ARGUMENTS, overlap=shelf.overlap)
         if isinstance(variant, MmaGemm):
-            types = [kind for _, kind in gemm_mma.ARGUMENTS]
-            return LoadedKernel(cubin, types, source.threads, variant.shared)
-        types = [kind for _, kind in gemm_variant.ARGUMENTS]
-        return LoadedKernel(cubin, types, source.threads, variant.shared, cluster=variant.cluster, overlap=True)
+            return shelf.kernel(source, gemm_mma.ARGUMENTS, variant.shared)
+        return shelf.kernel(source, gemm_variant.ARGUMENTS, variant.shared, cluster=variant.cluster, overlap=True)
 
     def close(self) -> None:
         """Unload the kernels; their launches must not run any more."""
-        with self._lock:
-            kernels = list(self._kernels.values())
-            self._kernels.clear()
-        for kernel in kernels:
-            kernel.close()
+        self._shelf.close()
 
 
 def source_of(variant: WgmmaGemm | MmaGemm | None, *, overlap: bool) -> Source:

@@ -6,11 +6,13 @@ The calling thread's current CUDA context is used. Driver errors become DeviceEr
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import threading
+from collections.abc import Hashable, Sequence
 from typing import Any
 
-from frink_numba.errors import DeviceError
-from frink_numba.kernels.cubins import Cubin
+from frink_numba.errors import BackendUnavailable, DeviceError
+from frink_numba.kernels.cubins import Cubin, Source, Target
+from frink_numba.kernels.cubins import load as load_cubin
 
 _C_TYPES: dict[str, Any] = {"u32": ctypes.c_uint32, "u64": ctypes.c_uint64, "f32": ctypes.c_float}
 
@@ -21,6 +23,58 @@ def check(answer: Any, what: str) -> Any:
     if int(status) != 0:
         raise DeviceError(f"{what} failed: {status.name} ({int(status)})")
     return rest[0] if len(rest) == 1 else rest
+
+
+class KernelShelf:
+    """The kernels of one device that one object launches, compiled or read from disk, and loaded, once each.
+
+    tier: "wgmma" or "mma", None for the better one that there is. Thread-safe. BackendUnavailable where the device
+    lacks the tier, or tensor cores altogether. `overlap`: whether launches may start before their predecessors end.
+    """
+
+    def __init__(self, capability: tuple[int, int], tier: str | None = None) -> None:
+        own = capability == (9, 0)
+        if tier is None:
+            tier = "wgmma" if own else "mma"
+        if tier == "wgmma" and own:
+            self.target = Target("90a")
+        elif tier == "mma" and capability >= (8, 0):
+            self.target = Target(f"{capability[0]}{capability[1]}")
+        else:
+            raise BackendUnavailable(
+                f"no tensor-core kernels of the tier {tier} for compute capability {capability[0]}.{capability[1]}"
+            )
+        self.overlap = capability >= (9, 0)
+        self._kernels: dict[Hashable, LoadedKernel] = {}
+        self._lock = threading.Lock()
+
+    def kernel(
+        self,
+        source: Source,
+        arguments: Sequence[tuple[str, str]],
+        shared: int = 0,
+        *,
+        cluster: int = 1,
+        overlap: bool = False,
+    ) -> LoadedKernel:
+        """The kernel of a source with the parameters `arguments` (name, type); the others as LoadedKernel has them."""
+        key = (source.name, source.threads, shared, cluster, overlap)
+        with self._lock:
+            kernel = self._kernels.get(key)
+            if kernel is None:
+                types = [kind for _, kind in arguments]
+                cubin = load_cubin(source, self.target)
+                kernel = LoadedKernel(cubin, types, source.threads, shared, cluster=cluster, overlap=overlap)
+                self._kernels[key] = kernel
+            return kernel
+
+    def close(self) -> None:
+        """Unload the kernels; their launches must not run any more."""
+        with self._lock:
+            kernels = list(self._kernels.values())
+            self._kernels.clear()
+        for kernel in kernels:
+            kernel.close()
 
 
 class LoadedKernel:

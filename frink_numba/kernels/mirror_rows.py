@@ -1,8 +1,8 @@
 """K/V rows of the host's cache into a layer's mirror on the device: float32 to f16, divided by powers of two.
 
-One block a row, one warp a head. To the bit what `qkv_prepare.py` stores for the same float32 rows: a head with a number
-of K or V that f16 cannot hold becomes zeros in V and not-a-number in K: who sees the row gets not-a-number, who does not
-see it is untouched.
+One block a row, one warp a head. To the bit what `qkv_prepare.py` stores for the same float32 rows: a head with a
+number of K or V that f16 cannot hold becomes zeros in V and not-a-number in K: who sees the row gets not-a-number, who
+does not see it is untouched.
 """
 
 from __future__ import annotations

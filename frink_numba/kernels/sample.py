@@ -10,28 +10,17 @@
 
 from __future__ import annotations
 
-import threading
-
-from frink_numba.errors import BackendUnavailable, ShapeError
+from frink_numba.errors import ShapeError
 from frink_numba.kernels import sample_kernels
-from frink_numba.kernels.cubins import Source, Target
-from frink_numba.kernels.cubins import load as load_cubin
 from frink_numba.kernels.gemm import DeviceWeights
-from frink_numba.kernels.launch import Launch, LoadedKernel
+from frink_numba.kernels.launch import KernelShelf, Launch
 
 
 class Samplers:
     """The kernels of one device, loaded once each. Thread-safe."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
-        if capability < (8, 0):
-            raise BackendUnavailable(
-                f"no packed weights on compute capability {capability[0]}.{capability[1]}: 8.0 is the least"
-            )
-        self.target = Target("90a" if capability == (9, 0) else f"{capability[0]}{capability[1]}")
-        self._overlap = capability >= (9, 0)
-        self._kernels: dict[str, LoadedKernel] = {}
-        self._lock = threading.Lock()
+        self._shelf = KernelShelf(capability)
 
     def embed(self, weights: DeviceWeights, ids: int, m: int, hidden: int, *, scale: float = 1.0) -> Launch:
         """A launch that writes scale * row ids[i] of a pack that is not gated to hidden[i], float32 [m, cols].
@@ -41,9 +30,9 @@ class Samplers:
         """
         if weights.gated or m < 1:
             raise ShapeError(f"an embedding is a plain pack and a launch has at least one row, got {m}")
-        types = [kind for _, kind in sample_kernels.EMBED_ARGUMENTS]
-        source = sample_kernels.embed_source(weights.kind, self._overlap)
-        kernel = self._kernel(source, types)
+        shelf = self._shelf
+        source = sample_kernels.embed_source(weights.kind, shelf.overlap)
+        kernel = shelf.kernel(source, sample_kernels.EMBED_ARGUMENTS, overlap=shelf.overlap)
         return kernel.bind(m, ids, weights.data, weights.row_scale, hidden, scale, weights.rows, weights.cols)
 
     def argmax(self, logits: int, m: int, count: int, ids: int, *, workspace: int) -> Launch:
@@ -54,8 +43,9 @@ class Samplers:
         """
         if m < 1 or count < 1:
             raise ShapeError(f"a choice needs rows and logits, got {m} x {count}")
-        types = [kind for _, kind in sample_kernels.ARGMAX_ARGUMENTS]
-        kernel = self._kernel(sample_kernels.argmax_source(self._overlap), types)
+        shelf = self._shelf
+        source = sample_kernels.argmax_source(shelf.overlap)
+        kernel = shelf.kernel(source, sample_kernels.ARGMAX_ARGUMENTS, overlap=shelf.overlap)
         return kernel.bind(m * sample_kernels.ARGMAX_BLOCKS, logits, ids, workspace, count)
 
     @staticmethod
@@ -63,19 +53,6 @@ class Samplers:
         """Bytes of the workspace for m rows."""
         return 16 * m
 
-    def _kernel(self, source: Source, types: list[str]) -> LoadedKernel:
-        with self._lock:
-            kernel = self._kernels.get(source.name)
-            if kernel is None:
-                cubin = load_cubin(source, self.target)
-                kernel = LoadedKernel(cubin, types, source.threads, 0, overlap=self._overlap)
-                self._kernels[source.name] = kernel
-            return kernel
-
     def close(self) -> None:
         """Unload the kernels; their launches must not run any more."""
-        with self._lock:
-            kernels = list(self._kernels.values())
-            self._kernels.clear()
-        for kernel in kernels:
-            kernel.close()
+        self._shelf.close()

@@ -20,16 +20,14 @@ launched on the stream between two thin products must finish its writes before i
 from __future__ import annotations
 
 import functools
-import threading
 from dataclasses import dataclass
 
-from frink_numba.errors import BackendUnavailable, ShapeError
+from frink_numba.errors import ShapeError
 from frink_numba.kernels import thin_gemm_kernel
-from frink_numba.kernels.cubins import Source, Target
-from frink_numba.kernels.cubins import load as load_cubin
+from frink_numba.kernels.cubins import Source
 from frink_numba.kernels.gemm import DeviceWeights, HalfRows
 from frink_numba.kernels.gemm_epilogue import GATES, Epilogue
-from frink_numba.kernels.launch import Launch, LoadedKernel
+from frink_numba.kernels.launch import KernelShelf, Launch, LoadedKernel
 from frink_numba.kernels.thin_gemm_kernel import MOST_NORM_COLUMNS, THREADS, ThinGemm
 from frink_numba.kernels.thin_gemm_plan import MOST_ROWS, ThinDevice, ThinPlan, thin_plan
 
@@ -50,15 +48,8 @@ class ThinGemms:
     """The thin products of one device: kernels loaded once each. Thread-safe."""
 
     def __init__(self, capability: tuple[int, int], multiprocessors: int) -> None:
-        if capability < (8, 0):
-            raise BackendUnavailable(
-                f"no tensor-core kernels for compute capability {capability[0]}.{capability[1]}: 8.0 is the least"
-            )
-        self.target = Target("90a" if capability == (9, 0) else f"{capability[0]}{capability[1]}")
+        self._shelf = KernelShelf(capability)
         self.device = ThinDevice(capability, multiprocessors)
-        self._overlap = capability >= (9, 0)
-        self._kernels: dict[tuple[ThinGemm, int], LoadedKernel] = {}
-        self._lock = threading.Lock()
 
     def product(
         self,
@@ -84,27 +75,17 @@ class ThinGemms:
                 f"a fused norm takes rows of at most {MOST_NORM_COLUMNS} columns, got {weights.cols}: normalize first"
             )
         plan = thin_plan(weights.kind, m, weights.rows, weights.cols, self.device, row_groups)
-        variant = variant_of(plan, weights.kind, weights.cols, Epilogue(gate, half), norm, self._overlap)
+        variant = variant_of(plan, weights.kind, weights.cols, Epilogue(gate, half), norm, self._shelf.overlap)
         kernel = self._kernel(variant, variant.shared(m, plan.part_columns))
         return ThinProduct(m, weights.outputs, weights.cols, kernel, variant, plan)
 
     def _kernel(self, variant: ThinGemm, shared: int) -> LoadedKernel:
-        with self._lock:
-            kernel = self._kernels.get((variant, shared))
-            if kernel is None:
-                cubin = load_cubin(source_of(variant), self.target)
-                types = [kind for _, kind in thin_gemm_kernel.ARGUMENTS]
-                kernel = LoadedKernel(cubin, types, THREADS, shared, overlap=variant.overlap)
-                self._kernels[variant, shared] = kernel
-            return kernel
+        source, arguments = source_of(variant), thin_gemm_kernel.ARGUMENTS
+        return self._shelf.kernel(source, arguments, shared, overlap=variant.overlap)
 
     def close(self) -> None:
         """Unload the kernels; their launches must not run any more."""
-        with self._lock:
-            kernels = list(self._kernels.values())
-            self._kernels.clear()
-        for kernel in kernels:
-            kernel.close()
+        self._shelf.close()
 
 
 def variant_of(plan: ThinPlan, kind: str, cols: int, epilogue: Epilogue, norm: bool, overlap: bool) -> ThinGemm:

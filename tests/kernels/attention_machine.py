@@ -89,13 +89,19 @@ class MachineAttentions(Attentions):
     ) -> None:
         super().__init__(tier, capability, multiprocessors=3)
         self._device, self._change = device, change
+        self._made: dict[Any, MachineKernel] = {}
 
-    def _load(self, variant: Any) -> Any:
+    def _kernel(self, variant: Any) -> Any:
+        if variant not in self._made:
+            self._made[variant] = self._machine_kernel(variant)
+        return self._made[variant]
+
+    def _machine_kernel(self, variant: Any) -> MachineKernel:
         source = source_of(variant)
         modules = {Layout: fused_attention_wgmma, MmaLayout: fused_attention_mma, qkv_prepare.QkvPrepare: qkv_prepare}
         arguments = modules[type(variant)].ARGUMENTS  # type: ignore[attr-defined]
         shared = variant.shared if isinstance(variant, Layout | MmaLayout) else 0
-        text = self._change(ptx_of(variant, self.target))
+        text = self._change(ptx_of(variant, self._shelf.target))
         return MachineKernel(text, arguments, source.threads, shared, self._device.memory)
 
 

@@ -6,16 +6,14 @@ Making a `TensorKernels` imports no compiler; all addresses are integers in the 
 from __future__ import annotations
 
 import functools
-import threading
 from typing import Any
 
 from frink_numba.kernels import gated_half, mirror_rows, norm_add, norm_half, rope_rows
 from frink_numba.kernels.cubins import Source
-from frink_numba.kernels.cubins import load as load_cubin
 from frink_numba.kernels.decode_attention import DecodeAttentions
 from frink_numba.kernels.fused_attention import Attentions
 from frink_numba.kernels.gemm import Gemms, HalfRows
-from frink_numba.kernels.launch import Launch, LoadedKernel
+from frink_numba.kernels.launch import KernelShelf, Launch, LoadedKernel
 from frink_numba.kernels.sample import Samplers
 from frink_numba.kernels.thin_gemm import ThinGemms
 
@@ -36,10 +34,8 @@ class TensorKernels:
         self.attentions = Attentions(tier, capability, multiprocessors)
         self.decodes = DecodeAttentions(capability, multiprocessors)
         self.samplers = Samplers(capability)
-        self._target = self.gemms.target
-        self._overlap = capability >= (9, 0)
-        self._kernels: dict[str, LoadedKernel] = {}
-        self._lock = threading.Lock()
+        self._shelf = KernelShelf(capability, tier)
+        self._overlap = self._shelf.overlap
 
     def norm_half(self, m: int, cols: int, x: int, weight: int, eps: float, out: HalfRows) -> Launch:
         """RMS norm of float32 [m, cols] into operands."""
@@ -81,15 +77,7 @@ class TensorKernels:
         return kernel.bind(n, *sources, *targets, *inverse, heads * head_dim, head_dim, pitch)
 
     def _kernel(self, source: Source, arguments: Any) -> LoadedKernel:
-        with self._lock:
-            key = f"{source.name} {source.threads}"
-            kernel = self._kernels.get(key)
-            if kernel is None:
-                cubin = load_cubin(source, self._target)
-                types = [kind for _, kind in arguments]
-                kernel = LoadedKernel(cubin, types, source.threads, 0, overlap=self._overlap)
-                self._kernels[key] = kernel
-            return kernel
+        return self._shelf.kernel(source, arguments, overlap=self._overlap)
 
 
 @functools.cache
