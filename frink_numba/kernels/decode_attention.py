@@ -7,8 +7,9 @@ read at each launch, so that a captured graph serves every position):
 
     bytes 0..15  int32 first_row, rows, start_pos, kv_row     16..31  uint64 k_base, v_base (this layer's mirrors)
 
-Its float32 rows of K and V go to row first_row + kv_row and those behind it. Row r of a sequence is position start_pos + r and sees the keys 0 .. start_pos + r (the last `window` of them). Mirrors
-are f16 [capacity, n_kv_heads, head_dim]; row p is position p.
+Its float32 rows of K and V go to row first_row + kv_row and those behind it. Row r of a sequence is position
+start_pos + r and sees the keys 0 .. start_pos + r (the last `window` of them). Mirrors are f16
+[capacity, n_kv_heads, head_dim]; row p is position p.
 
 In order of use:
 
@@ -28,15 +29,13 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from dataclasses import dataclass
 
-from frink_numba.errors import BackendUnavailable, ShapeError
+from frink_numba.errors import ShapeError
 from frink_numba.kernels import decode_attention_kernel
-from frink_numba.kernels.cubins import Source, Target
-from frink_numba.kernels.cubins import load as load_cubin
+from frink_numba.kernels.cubins import Source
 from frink_numba.kernels.decode_attention_kernel import LEAST_KEYS, MOST_PARTS, STEP, THREADS, DecodeKernel
-from frink_numba.kernels.launch import Launch, LoadedKernel
+from frink_numba.kernels.launch import KernelShelf, Launch, LoadedKernel
 from frink_numba.kernels.thin_gemm_plan import ThinDevice
 from frink_numba.layer import RopeLayout
 
@@ -90,16 +89,9 @@ class DecodeAttentions:
     """The decode attentions of one device: kernels loaded once each. Thread-safe."""
 
     def __init__(self, capability: tuple[int, int], multiprocessors: int) -> None:
-        if capability < (8, 0):
-            raise BackendUnavailable(
-                f"no tensor-core kernels for compute capability {capability[0]}.{capability[1]}: 8.0 is the least"
-            )
-        self.target = Target("90a" if capability == (9, 0) else f"{capability[0]}{capability[1]}")
+        self._shelf = KernelShelf(capability)
         self.multiprocessors = multiprocessors
-        self._overlap = capability >= (9, 0)
         self._shared = ThinDevice(capability, multiprocessors).block_shared
-        self._kernels: dict[DecodeKernel, LoadedKernel] = {}
-        self._lock = threading.Lock()
 
     def attention(
         self, shape: DecodeShape, *, sequences: int, most_rows: int, parts: int | None = None
@@ -110,10 +102,10 @@ class DecodeAttentions:
         """
         if sequences < 1 or not 1 <= most_rows <= MOST_ROWS:
             raise ShapeError(f"sequences of 1 to {MOST_ROWS} rows are served, got {sequences} of {most_rows}")
-        variant = variant_of(shape, most_rows, self._overlap, self._shared)
+        variant = variant_of(shape, most_rows, self._shelf.overlap, self._shared)
         tiles = -(-most_rows * shape.group // variant.queries)
         # As many as one row of each sequence would have: the cut of the keys must not depend on the number of rows.
-        one = variant_of(shape, 1, self._overlap, self._shared)
+        one = variant_of(shape, 1, self._shelf.overlap, self._shared)
         tasks = -(-shape.group // one.queries) * shape.n_kv_heads * sequences
         cut = parts or max(1, min(MOST_PARTS, 2 * self.multiprocessors // tasks))
         if not 1 <= cut <= MOST_PARTS:
@@ -121,22 +113,12 @@ class DecodeAttentions:
         return DecodeAttention(shape, sequences, tiles, cut, variant, self._kernel(variant))
 
     def _kernel(self, variant: DecodeKernel) -> LoadedKernel:
-        with self._lock:
-            kernel = self._kernels.get(variant)
-            if kernel is None:
-                types = [kind for _, kind in decode_attention_kernel.ARGUMENTS]
-                cubin = load_cubin(source_of(variant), self.target)
-                kernel = LoadedKernel(cubin, types, THREADS, variant.shared, overlap=variant.overlap)
-                self._kernels[variant] = kernel
-            return kernel
+        source, arguments = source_of(variant), decode_attention_kernel.ARGUMENTS
+        return self._shelf.kernel(source, arguments, variant.shared, overlap=variant.overlap)
 
     def close(self) -> None:
         """Unload the kernels; their launches must not run any more."""
-        with self._lock:
-            kernels = list(self._kernels.values())
-            self._kernels.clear()
-        for kernel in kernels:
-            kernel.close()
+        self._shelf.close()
 
 
 def variant_of(shape: DecodeShape, most_rows: int, overlap: bool, block_shared: int) -> DecodeKernel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -18,7 +18,7 @@ ARGUMENTS = (("x", "u64"), ("n", "u32"))
 class Loaded:
     """Stands in for a LoadedKernel."""
 
-    made: list[Loaded] = []
+    made: ClassVar[list[Loaded]] = []
 
     def __init__(self, cubin: Any, arguments: list[str], threads: int, shared: int, **how: Any) -> None:
         self.facts = (cubin, arguments, threads, shared, how)
