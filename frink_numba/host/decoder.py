@@ -79,7 +79,7 @@ class Decoder:
         """Run `tokens` from the cache's end on, and append their K/V rows to it.
 
         The tokens go through the layers in chunks of `chunk_size` (None: what suits the backend); the answer does not
-        depend on it, but for rounding.
+        depend on it, but for rounding, and with FRINK_INVARIANT not even in that.
         `hidden` names layers, from 0, whose outputs to keep. `start`, if given, is the position that the caller
         believes the cache to be at.
 
