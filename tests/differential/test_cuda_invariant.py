@@ -233,7 +233,7 @@ def test_it_stays_close_to_the_usual_kernels(rig: Rig, whole: dict[str, np.ndarr
 def test_without_the_setting_bits_do_depend_on_chunks(rig: Rig):
     """What the tests above can see: of the usual kernels at least one cut gives other bits."""
     ids = ids_of(130)
-    one, *others = (answers(rig.plain, ids, cuts) for cuts in ([130], [4] * 31 + [6], [65, 65], [8, 100, 22]))
+    one, *others = (answers(rig.plain, ids, cuts) for cuts in ([130], [4] * 31 + [6], [65, 65]))
     found = [differences(one, other) for other in others]
     print(rig.tier, found)
     assert any(found)
