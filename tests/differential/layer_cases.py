@@ -100,16 +100,23 @@ def make_layer(case: Case) -> Layer:
     width = np.sqrt(o.hidden)
     return replace(
         layer,
-        attn_norm=(layer.attn_norm * (1.5 / (np.sqrt(scores) * width))).astype(np.float32),
+        attn_norm=(layer.attn_norm * (1.5 / (o.magnitude * np.sqrt(scores) * width))).astype(np.float32),
         ffn_norm=(layer.ffn_norm * (1.5 / (gates * width))).astype(np.float32),
     )
 
 
 def make_inputs(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Hidden batch, prefix K and prefix V, fresh for every case."""
+    """Hidden batch, prefix K and prefix V, fresh for every case.
+
+    The stream is about as large as what the layer adds to it, as in a trained model: where the FFN's part were a
+    hundred times the rest, the error of its f16 operands would be all there is.
+    """
     rng = np.random.default_rng(10_000 + case.number)
     o = case.options
     hidden = rng.normal(size=(case.batch, o.hidden)).astype(np.float32)
+    if not o.post_norms:
+        down = make_layer(case).ffn.experts[0].down
+        hidden *= np.float32(max(1.0, float(np.std(reference.weights(down))) * np.sqrt(o.ffn) / 2))
     dtype = np.float16 if case.half_cache else np.float32
     keys, values = (1.5 * rng.normal(size=(2, case.start_pos, o.kv_heads, o.head_dim))).astype(dtype)
     return hidden, keys, values
