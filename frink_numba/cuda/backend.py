@@ -215,7 +215,10 @@ class CudaBackend:
         held = device.bank.find(edges, self._holder)
         if held is None:
             rows = sum(self._new_rows_bytes(number, step) for number in range(l, l + length))
-            if device.held_bytes + rows + device.body.edges_bytes(edges) > device.memory.bytes():
+            need = rows + device.body.edges_bytes(edges)
+            if device.held_bytes + need > device.memory.bytes():
+                device.body.forget_unused()
+            if device.held_bytes + need > device.memory.bytes():
                 if self.invariant:  # the host's logits, after this step or others, would have other bits
                     raise DeviceError("FRINK_INVARIANT=1 and no room for the embedding and the output matrix")
                 return whole
@@ -261,11 +264,18 @@ class CudaBackend:
         missing = sum(body.layer_bytes(layer) for layer in layers if bank.find(layer, self._holder) is None)
         for number in range(first, first + len(layers)):
             missing += self._new_rows_bytes(number, step)
+        caches, total = list(step.caches[first : first + len(layers)]), step.start_pos + step.batch
+        # A cache that grows is there twice while its rows are moved; without room for that, they go up again.
+        growing = sum(body.mirror_held(cache) for cache in caches if body.room(cache) < total)
         over = bank.nbytes + body.mirrored_bytes + missing + scratch - device.memory.bytes()
-        if over > 0:
+        if over + growing > 0:
             before = body.mirrored_bytes
-            body.forget(over, keep=[step.caches[number] for number in range(first, first + len(layers))])
+            body.forget(over + growing, keep=caches)
             over -= before - body.mirrored_bytes
+            if growing and over + growing > 0:
+                before = body.mirrored_bytes
+                body.forget(before)
+                over += growing - (before - body.mirrored_bytes)
         if over > 0:
             needed = {id(self._layers[number]) for number in self._admission.admitted()} | {id(x) for x in layers}
             for layer in bank.held_by(self._holder):

@@ -130,6 +130,9 @@ class Body(Protocol):
     def forget(self, nbytes: int, keep: Sequence[Any] = ()) -> None:
         """Give back at least `nbytes` of device memory of K/V rows if there are, except those of the caches `keep`."""
 
+    def forget_unused(self) -> None:
+        """Give back the device memory of K/V rows whose caches are gone."""
+
     def upload(self, layer: Layer, stream: Any, traffic: Traffic) -> DeviceLayer:
         """Allocate the layer's memory and fill it in the order of `stream`."""
 

@@ -31,6 +31,10 @@ def check_room(device: CudaDevice, weights: int, scratch: int) -> None:
     limit = device.memory.bytes()
     need = device.bank.nbytes + device.body.mirrored_bytes + weights + max(scratch, device.arena_bytes)
     if need > limit:
+        unused = device.body.mirrored_bytes
+        device.body.forget_unused()
+        need -= unused - device.body.mirrored_bytes
+    if need > limit:
         raise DeviceError(
             f"{in_units(need)} of weights and scratch do not fit into the device memory budget of {in_units(limit)}; "
             "raise FRINK_CUDA_MEMORY or run fewer layers or rows"

@@ -380,7 +380,7 @@ def test_a_long_step_describes_a_scale_a_layer(tier: str):
         stream = device.workspace.compute
         uploaded = [body.upload(layer, stream, traffic) for layer in layers]
         caches = cache_of(layers, 0)
-        mirrors = [body._mirrors.get(x.shape, cache, 2048, stream) for x, cache in zip(uploaded, caches, strict=True)]
+        mirrors = body._mirrors.take([x.shape for x in uploaded], list(caches), 2048, stream)
     assert len({x.scales[2] for x in uploaded}) == 8
     program = Program(body.kernels, body.scratch(layers), uploaded, mirrors, 2048, 1 << 20)
     assert program.image.nbytes <= scratch.step_bytes(2048, 8)

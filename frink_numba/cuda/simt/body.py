@@ -62,6 +62,9 @@ class SimtBody:
     def forget(self, nbytes: int, keep: Sequence[Any] = ()) -> None:
         """There is nothing to forget."""
 
+    def forget_unused(self) -> None:
+        """As `forget`."""
+
     def why_not_edges(self, edges: Edges) -> str | None:
         return "the simt tier serves layers only"
 

@@ -24,7 +24,7 @@ from frink_numba.cuda.tensor.edges import TensorEdges, decline_edges, edges_byte
 from frink_numba.cuda.tensor.lifts import lifted
 from frink_numba.cuda.tensor.mirror import Mirror, Mirrors
 from frink_numba.cuda.tensor.program import Head, Program, Segment
-from frink_numba.cuda.tensor.scratch import ATTENTION_WORKSPACE, COUNTERS, STAGED_ROWS, TensorScratch
+from frink_numba.cuda.tensor.scratch import ATTENTION_WORKSPACE, COUNTERS, STAGED_ROWS, TensorScratch, workspace_bytes
 from frink_numba.cuda.tensor.weights import TensorLayer, decline, layer_bytes, upload_layer
 from frink_numba.cuda.traffic import Traffic
 from frink_numba.errors import DeviceError
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 _PROGRAMS = 8  # kept
 _MOST_PITCH = 1 << 31  # bytes from row to row of a copy, that the driver takes
-# Sums of split products: of 128 rows x 256 tokens for each multiprocessor, and of 8 rows of logits cut along K.
-_SPLIT_SUMS, _THIN_SUMS = 128 * 256 * 4, 32 << 20
 
 
 class TensorBody:
@@ -46,7 +44,7 @@ class TensorBody:
     def __init__(self, runtime: Runtime, kernels: Any, multiprocessors: int) -> None:
         self.runtime = runtime
         self.kernels = kernels
-        self._workspace_bytes = COUNTERS + max(multiprocessors * _SPLIT_SUMS, _THIN_SUMS)
+        self._workspace_bytes = workspace_bytes(multiprocessors)
         self._mirrors = Mirrors(runtime)
         self._ranges = open_ranges()
         self._programs: OrderedDict[Any, Program] = OrderedDict()
@@ -97,6 +95,9 @@ class TensorBody:
     def forget(self, nbytes: int, keep: Sequence[Any] = ()) -> None:
         self._mirrors.forget(nbytes, keep)
 
+    def forget_unused(self) -> None:
+        self._mirrors.forget_unused()
+
     def why_not_edges(self, edges: Edges) -> str | None:
         return decline_edges(edges)
 
@@ -129,10 +130,8 @@ class TensorBody:
         try:
             zeroed, self._zeroed = self._zeroed, None
             total = start_pos + batch
-            mirrors = [
-                self._mirrors.get(layer.shape, source.cache, total, work.compute)
-                for layer, source in zip(layers, sources, strict=True)
-            ]
+            shapes, caches = [layer.shape for layer in layers], [source.cache for source in sources]
+            mirrors = self._mirrors.take(shapes, caches, total, work.compute)
             program = self._program(layers, mirrors, batch, self.runtime.address(block), ends)
             if zeroed is None or zeroed() is not block:
                 self.runtime.zero(program.counters, ATTENTION_WORKSPACE + COUNTERS, work.compute)

@@ -1,0 +1,341 @@
+"""The launches of a layer, and the places in a run's scratch that they work on: what all programs are made from.
+
+Eight launches a layer, nine with matrices of mixed kinds:
+
+    norm -> qkv product -> QK norm, rotation, mirror -> attention -> o product, added to hidden
+    norm -> gate and up product with the activation  ->  down product, added to hidden
+
+Up to THIN_ROWS rows, five: the products norm their operands themselves, and attention does what comes before it.
+
+Nothing that changes from step to step is an argument of a launch: positions and the mirrors' lengths are read from
+device memory, where the step's image lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from frink_numba.cuda.shapes import LayerShape
+from frink_numba.cuda.tensor.lifts import GATES
+from frink_numba.cuda.tensor.scratch import ATTENTION_WORKSPACE, COUNTERS
+from frink_numba.cuda.tensor.weights import TensorLayer, qk_norm_form
+from frink_numba.errors import DeviceError
+from frink_numba.kernels import decode_attention
+from frink_numba.kernels.decode_attention import DecodeShape
+from frink_numba.kernels.fused_attention import HeadShape, RopeForm
+from frink_numba.kernels.gemm import DeviceWeights, HalfRows
+from frink_numba.kernels.gemm_variant import FLAG_BYTES
+from frink_numba.kernels.thin_gemm import MOST_NORM_COLUMNS, NormRows
+from frink_numba.layer import RopeLayout
+
+Launch = Callable[[int], None]
+
+THIN_ROWS = decode_attention.MOST_ROWS  # up to here products run at the speed of memory, with kernels of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """A launch, and what it does: `name`, of which layer of the run; a launch between layers has none."""
+
+    name: str
+    layer: int | None
+    launch: Launch
+
+    def __call__(self, stream: int) -> None:
+        self.launch(stream)
+
+    def __str__(self) -> str:
+        return self.name if self.layer is None else f"layer {self.layer} {self.name}"
+
+
+class Launches:
+    """Launches over `m` rows of so many `sequences`, none with more than `most_rows`, behind the scratch's base.
+
+    `image`: bytes that go to `step_address` before every run; its parts are reserved while launches are made.
+    """
+
+    def __init__(
+        self,
+        kernels: Any,
+        m: int,
+        base: int,
+        places: Mapping[str, int],
+        workspace: int,
+        image_bytes: int,
+        sequences: int = 1,
+        most_rows: int = 0,
+    ) -> None:
+        """`places`: of the scratch's parts behind `base`; `workspace`: bytes of that part."""
+        self._kernels, self._m = kernels, m
+        self._few = 0 if kernels.invariant else THIN_ROWS
+        self.rows = m
+        self._at = {name: base + place for name, place in places.items()}
+        self._workspace = workspace  # bytes
+        self.hidden, self.step_address, self.staging = (self._at[name] for name in ("hidden", "step", "staging"))
+        self.counters = self._at["attention_workspace"]  # and those of all other launches behind them
+        self.image: np.ndarray = np.zeros(image_bytes, np.uint8)
+        self._maps: dict[bytes, int] = {}
+        self._constants: dict[float, int] = {}
+        self._image_end: int = 0
+        self._number: int | None = None  # of the layer whose launches are made
+        self._sequences, self._most_rows = sequences, most_rows or m
+        self._made: list[Op] = []
+        self._tables: dict[Any, tuple[int, int]] = {}
+
+    def _maps_of(self, attention: Any) -> int:
+        """Where the tensor maps of the layer's mirrors lie on the device."""
+        raise NotImplementedError
+
+    # --- what the launches work on ---
+
+    def _reserve(self, nbytes: int) -> int:
+        """The offset of a new part of the image, at a multiple of 128."""
+        offset, self._image_end = self._image_end, self._image_end + -(-nbytes // 128) * 128
+        if self._image_end > self.image.size:
+            raise DeviceError("the layers of one run differ in more ways than a step has room to describe")
+        return offset
+
+    def _map_address(self, maps: bytes) -> int:
+        """Where equal tensor maps lie on the device."""
+        if not maps:
+            return 0
+        offset = self._maps.get(maps)
+        if offset is None:
+            offset = self._maps[maps] = self._reserve(len(maps))
+            self.image[offset : offset + len(maps)] = np.frombuffer(maps, np.uint8)
+        return self.step_address + offset
+
+    def _operand(self, name: str) -> HalfRows:
+        at = self._at
+        return HalfRows(at[name], at[f"{name}_scale"], at[f"{name}_norm"])
+
+    def _attended(self, v_scale: float) -> HalfRows:
+        """The attention's result: every row has the scale of V."""
+        address = self._constants.get(v_scale)
+        if address is None:
+            nbytes = 4 * (-(-self._m // 256) * 256)
+            offset = self._reserve(nbytes)
+            self.image[offset : offset + nbytes].view(np.float32)[:] = v_scale
+            address = self._constants[v_scale] = self.step_address + offset
+        return HalfRows(self._at["attended"], address, self._at["normed_norm"])  # the norm is of no use to `o`
+
+    def _rope_tables(self, layers: Sequence[TensorLayer], positions: int) -> dict[Any, tuple[int, int]]:
+        tables: dict[Any, tuple[int, int]] = {}
+        for layer in layers:
+            rope, key = layer.layer.attention.rope, layer.rope_key
+            if rope is None or key in tables:
+                continue
+            cos, sin = (self._at[f"{name}{len(tables)}"] for name in ("cos", "sin"))
+            tables[key] = cos, sin
+            frequencies, pairs = layer.vectors["inverse_frequencies"], layer.shape.rope_pairs
+            scale = rope.magnitude_scale
+            turns = self._kernels.rope_rows(self._m, pairs, positions, frequencies, scale, cos, sin)
+            self._add("rotation", turns)
+        return tables
+
+    # --- a layer ---
+
+    def _layer(self, layer: TensorLayer, record: int, rows: int) -> None:
+        """Append the layer's launches; its K rows go to `rows`, its V rows behind them."""
+        at, m, shape = self._at, self._m, layer.shape
+        eps, vectors = layer.layer.norm_eps, layer.vectors
+        attended, inner = self._attended(layer.scales[2]), self._operand("inner")
+
+        x = self._normed("norm", self.hidden, shape.hidden, vectors.get("attn_norm"), eps, m)
+        width = shape.query_width + 2 * shape.kv_width
+        for weights, column in layer.qkv:
+            self._add("qkv", self._product(weights, x, at["qkv"] + 4 * column, 4 * width))
+        if self._most_rows <= self._few and _decodes(layer):
+            self._add("attention", self._decode_attention(layer, attended, record, rows))
+        else:
+            self._add("prepare", self._prepare(layer, record, rows))
+            self._add("attention", self._attention(layer, attended, record))
+        self._into_hidden("o", layer.o, attended, vectors.get("post_attn_norm"), shape, eps)
+
+        x = self._normed("ffn norm", self.hidden, shape.hidden, vectors.get("ffn_norm"), eps, m)
+        gate = GATES[layer.layer.ffn.activation]
+        if len(layer.gate_up) == 1:
+            gate_up, pitch = layer.gate_up[0], 2 * shape.ffn
+            self._add("gate_up", self._product(gate_up, x, inner.half, pitch, gate=gate, out_scale=inner.scale))
+        else:
+            for weights, name in zip(layer.gate_up, ("gate", "up"), strict=True):
+                self._add(name, self._product(weights, x, at[name], 4 * shape.ffn))
+            self._add("activation", self._kernels.gated_half(gate, m, shape.ffn, at["gate"], at["up"], inner))
+        self._into_hidden("down", layer.down, inner, vectors.get("post_ffn_norm"), shape, eps)
+
+    def _add(self, name: str, launch: Launch) -> None:
+        self._made.append(Op(name, self._number, launch))
+
+    def _normed(self, op: str, hidden: int, width: int, weight: int | None, eps: float, m: int) -> HalfRows | NormRows:
+        """`m` hidden rows, normed where there is a weight, as an operand: thin products norm them on the way in."""
+        if weight is None:
+            plain = self._operand("normed")
+            self._add(op, self._kernels.gemms.half_rows(hidden, m, width, plain))
+            return plain
+        if m <= self._few and width <= MOST_NORM_COLUMNS:
+            return NormRows(hidden, weight, eps)
+        normed = self._operand("normed")
+        self._add(op, self._kernels.norm_half(m, width, hidden, weight, eps, normed))
+        return normed
+
+    def _rotation(self, layer: TensorLayer) -> tuple[int, int]:
+        """Cosines and sines; zeros for a layer that is not rotated."""
+        return (0, 0) if layer.rope_key is None else self._tables[layer.rope_key]
+
+    def _row_targets(self, layer: TensorLayer, rows: int) -> dict[str, int]:
+        if not rows:  # nobody wants them
+            return {}
+        return {"k_rows": rows, "v_rows": rows + 4 * self._m * layer.shape.kv_width}
+
+    def _decode_attention(self, layer: TensorLayer, out: HalfRows, record: int, rows: int) -> Launch:
+        """QK norm, rotation, mirror and attention in one launch, for few rows."""
+        spec, vectors = layer.layer.attention, layer.vectors
+        rope = spec.rope
+        shape = DecodeShape(
+            *_heads(layer.shape),
+            scale=spec.scale,
+            rot_dim=0 if rope is None else rope.rot_dim,
+            layout=RopeLayout.NORM if rope is None else rope.layout,
+            q_norm="q_norm" in vectors,
+            k_norm="k_norm" in vectors,
+            norm_last=spec.qk_norm_after_rope,
+            window=spec.window,
+            softcap=spec.softcap,
+        )
+        attention = self._kernels.decodes.attention(shape, sequences=self._sequences, most_rows=self._most_rows)
+        cos, sin = self._rotation(layer)
+        bound: Launch = attention.bind(
+            self._at["qkv"],
+            out.half,
+            record,
+            workspace=self._room(attention.counters, attention.workspace),
+            cos=cos,
+            sin=sin,
+            q_norm=vectors.get("q_norm", 0),
+            k_norm=vectors.get("k_norm", 0),
+            eps=layer.layer.norm_eps,
+            sinks=vectors.get("sinks", 0),
+            **self._row_targets(layer, rows),
+            k_scale=layer.scales[1],
+            v_scale=layer.scales[2],
+        )
+        return bound
+
+    def _prepare(self, layer: TensorLayer, record: int, rows: int) -> Launch:
+        """QK norm, rotation and the mirror's new rows."""
+        spec, vectors = layer.layer.attention, layer.vectors
+        rope, norm = spec.rope, qk_norm_form(layer.layer)
+        form = None if rope is None else RopeForm(rope.layout, rope.rot_dim)
+        prepare = self._kernels.attentions.prepare(
+            HeadShape(*_heads(layer.shape)), rope=form, norm=norm, norm_last=spec.qk_norm_after_rope
+        )
+        cos, sin = self._rotation(layer)
+        q_scale, k_scale, v_scale = layer.scales
+        bound: Launch = prepare.bind(
+            self._m,
+            self._at["qkv"],
+            self._at["q"],
+            record,
+            self._sequences,
+            cos=cos,
+            sin=sin,
+            q_norm=vectors.get("q_norm", 0),
+            k_norm=vectors.get("k_norm", 0),
+            eps=layer.layer.norm_eps,
+            **self._row_targets(layer, rows),
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+        return bound
+
+    def _attention(self, layer: TensorLayer, out: HalfRows, record: int) -> Launch:
+        spec, heads = layer.layer.attention, HeadShape(*_heads(layer.shape))
+        windowed, capped = spec.window > 0, spec.softcap > 0
+        attention = self._kernels.attentions.attention(heads, self._m, windowed=windowed, softcap=capped)
+        if attention.workspace > ATTENTION_WORKSPACE:
+            raise DeviceError(f"the attention wants a workspace of {attention.workspace} bytes")
+        bound: Launch = attention.bind(
+            self._at["q"],
+            out.half,
+            record,
+            self._sequences,
+            maps=self._maps_of(attention),
+            workspace=self._at["attention_workspace"],
+            scale=spec.scale,
+            sinks=layer.vectors.get("sinks", 0),
+            q_scale=layer.scales[0],
+            k_scale=layer.scales[1],
+            window=spec.window,
+            softcap=spec.softcap,
+        )
+        return bound
+
+    def _into_hidden(
+        self,
+        op: str,
+        weights: DeviceWeights,
+        x: HalfRows,
+        post_norm: int | None,
+        shape: LayerShape,
+        eps: float,
+    ) -> None:
+        """hidden += product(x), normed first where there is a post-norm."""
+        pitch = 4 * shape.hidden
+        if post_norm is None:
+            self._add(op, self._product(weights, x, self.hidden, pitch, add=True))
+            return
+        projected = self._at["projected"]
+        self._add(op, self._product(weights, x, projected, pitch))
+        added = self._kernels.norm_add(self._m, shape.hidden, self.hidden, projected, post_norm, eps)
+        self._add(f"{op} norm", added)
+
+    def _product(
+        self,
+        weights: DeviceWeights,
+        x: HalfRows | NormRows,
+        out: int,
+        pitch: int,
+        *,
+        gate: str = "",
+        add: bool = False,
+        out_scale: int = 0,
+        m: int | None = None,
+    ) -> Launch:
+        kernels, half, m = self._kernels, bool(out_scale), m or self._m
+        bound: Launch
+        if m <= self._few:
+            thin = kernels.thins.product(weights, m, gate=gate, half=half, norm=isinstance(x, NormRows))
+            room = self._room(thin.plan.counters, thin.workspace)
+            bound = thin.bind(weights, x, out, pitch, workspace=room, add=add, out_scale=out_scale)
+            return bound
+        product = kernels.gemms.product(weights, m, gate=gate, half=half)
+        maps = self._map_address(product.maps(x, out, pitch))
+        workspace = self._room(min(FLAG_BYTES, product.workspace), product.workspace)
+        bound = product.bind(weights, x, out, pitch, maps=maps, workspace=workspace, add=add, out_scale=out_scale)
+        return bound
+
+    def _room(self, counters: int, nbytes: int) -> int:
+        """Where a workspace of `nbytes` lies that begins with `counters` bytes of counters.
+
+        All lie over each other: the counters, which every launch leaves at zero, before one place, sums from there on.
+        """
+        if not nbytes:
+            return 0
+        if counters > COUNTERS or nbytes - counters > self._workspace - COUNTERS:
+            raise DeviceError(f"a launch wants a workspace of {nbytes} bytes, {counters} of them for counters")
+        return self._at["workspace"] + COUNTERS - counters
+
+
+def _decodes(layer: TensorLayer) -> bool:
+    """Whether the attention of few rows serves a layer: norms head by head, and a q that f16 holds as it is."""
+    plain = layer.scales[0] == 1 and qk_norm_form(layer.layer) != "whole"
+    return plain and decode_attention.why_not(*_heads(layer.shape)) is None
+
+
+def _heads(shape: LayerShape) -> tuple[int, int, int]:
+    return shape.n_heads, shape.n_kv_heads, shape.head_dim
