@@ -199,10 +199,19 @@ def _open(number: int) -> CudaDevice:
         raise BackendUnavailable(f"{info.name} has compute capability {major}.{minor}, the kernels need 7.5 or newer")
     tier = choose_tier(settings.get("FRINK_CUDA_TIER"), info.compute_capability)
     try:
-        runtime = NumbaRuntime(number)
+        runtime = make_runtime(tier, number)
         return CudaDevice(info, runtime, make_body(tier, info, runtime, invariant=settings.get("FRINK_INVARIANT")))
     except ImportError as error:
         raise BackendUnavailable(f"numba-cuda cannot be imported: {one_line(error)}") from error
+
+
+def make_runtime(tier: str, number: int) -> Runtime:
+    """What a tier works with on a device by its number. ImportError when a package cannot be imported."""
+    if tier == "simt":  # its launches are numba's
+        return NumbaRuntime(number)
+    from frink_numba.cuda.driver_runtime import DriverRuntime
+
+    return DriverRuntime(number)
 
 
 def make_body(tier: str, info: driver.Device, runtime: Runtime, *, invariant: bool = False) -> Body:

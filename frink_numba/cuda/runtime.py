@@ -137,10 +137,10 @@ class NumbaRuntime:
         return int(block.__cuda_array_interface__["data"][0])
 
     def send(self, address: int, source: np.ndarray, stream: Any) -> None:
-        _driver("cuMemcpyHtoDAsync", address, source.ctypes.data, source.nbytes, self.handle(stream))
+        call_driver("cuMemcpyHtoDAsync", address, source.ctypes.data, source.nbytes, self.handle(stream))
 
     def fetch(self, target: np.ndarray, address: int, stream: Any) -> None:
-        _driver("cuMemcpyDtoHAsync", target.ctypes.data, address, target.nbytes, self.handle(stream))
+        call_driver("cuMemcpyDtoHAsync", target.ctypes.data, address, target.nbytes, self.handle(stream))
 
     def fetch_strided(self, first: np.ndarray, pitch: int, count: int, address: int, stream: Any) -> None:
         from cuda.bindings import driver
@@ -151,16 +151,16 @@ class NumbaRuntime:
         copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_HOST
         copy.dstHost, copy.dstPitch = first.ctypes.data, pitch
         copy.WidthInBytes, copy.Height = first.nbytes, count
-        _driver("cuMemcpy2DAsync", copy, self.handle(stream))
+        call_driver("cuMemcpy2DAsync", copy, self.handle(stream))
 
     def graph(self, stream: Any, launches: Sequence[Callable[[int], None]]) -> Callable[[], None]:
-        return _Graph(self.handle(stream), launches)
+        return Graph(self.handle(stream), launches)
 
     def move(self, target: int, source: int, nbytes: int, stream: Any) -> None:
-        _driver("cuMemcpyDtoDAsync", target, source, nbytes, self.handle(stream))
+        call_driver("cuMemcpyDtoDAsync", target, source, nbytes, self.handle(stream))
 
     def zero(self, address: int, nbytes: int, stream: Any) -> None:
-        _driver("cuMemsetD8Async", address, 0, nbytes, self.handle(stream))
+        call_driver("cuMemsetD8Async", address, 0, nbytes, self.handle(stream))
 
     def record(self, event: Any, stream: Any) -> None:
         event.record(stream)
@@ -193,7 +193,7 @@ class NumbaRuntime:
         self._abandoned.__enter__()
 
 
-class _Graph:
+class Graph:
     """Launches that were captured in a stream, and are replayed in it as one."""
 
     def __init__(self, stream: int, launches: Sequence[Callable[[int], None]]) -> None:
@@ -201,16 +201,16 @@ class _Graph:
 
         self._stream = stream
         self._launch = driver.cuGraphLaunch
-        _driver("cuStreamBeginCapture", stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        call_driver("cuStreamBeginCapture", stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
         try:
             for launch in launches:
                 launch(stream)
         finally:
-            graph = _driver("cuStreamEndCapture", stream)
+            graph = call_driver("cuStreamEndCapture", stream)
         try:
-            self._executable = _driver("cuGraphInstantiate", graph, 0)
+            self._executable = call_driver("cuGraphInstantiate", graph, 0)
         finally:
-            _driver("cuGraphDestroy", graph)
+            call_driver("cuGraphDestroy", graph)
         weakref.finalize(self, driver.cuGraphExecDestroy, self._executable).atexit = False
 
     def __call__(self) -> None:
@@ -219,14 +219,14 @@ class _Graph:
             raise DeviceError(f"cuGraphLaunch failed: {status.name} ({int(status)})")
 
 
-def _driver(name: str, *arguments: Any) -> Any:
-    """Call the driver and answer what it gives; DeviceError with its own name for what went wrong."""
+def call_driver(name: str, *arguments: Any) -> Any:
+    """Call the driver and answer what it gives, a tuple if several things; DeviceError with its name for a failure."""
     from cuda.bindings import driver
 
     status, *given = getattr(driver, name)(*arguments)
     if int(status):
         raise DeviceError(f"{name} failed: {status.name} ({int(status)})")
-    return given[0] if given else None
+    return given[0] if len(given) == 1 else tuple(given) or None
 
 
 def simulated() -> bool:

@@ -13,7 +13,6 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from frink_numba.kernels.decode_attention_ops import q_row_bytes, sums_row
 from frink_numba.layer import RopeLayout
 
 WARPS = 8
@@ -48,6 +47,16 @@ ARGUMENTS = (
     ("sums_at", "u32"),  # in the workspace
     ("states_at", "u32"),
 )
+
+
+def q_row_bytes(head_dim: int) -> int:
+    """Bytes from query to query in shared memory: two rows' 64-byte pieces lie in different banks."""
+    return 2 * head_dim + 64
+
+
+def sums_row(head_dim: int) -> int:
+    """float32 from query to query of a warp's sums in shared memory."""
+    return head_dim + 4
 
 
 @dataclass(frozen=True, slots=True)

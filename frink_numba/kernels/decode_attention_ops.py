@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from frink_numba.kernels.decode_attention_kernel import q_row_bytes, sums_row
 from frink_numba.kernels.ptx import Emitter, Register, emitted
 from frink_numba.layer import RopeLayout
 
@@ -22,16 +23,6 @@ LOAD4 = "ld.global.cg.v4.u32 {$0,$1,$2,$3}, [$4];"
 LOAD2 = "ld.global.cg.v2.u32 {$0,$1}, [$2];"
 MMA = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$0,$1,$2,$3};"
 NONE = 0xFF800000  # minus infinity
-
-
-def q_row_bytes(head_dim: int) -> int:
-    """Bytes from query to query in shared memory: two rows' 64-byte pieces lie in different banks."""
-    return 2 * head_dim + 64
-
-
-def sums_row(head_dim: int) -> int:
-    """float32 from query to query of a warp's sums in shared memory."""
-    return head_dim + 4
 
 
 def _flag(e: Emitter, bit: Any) -> Register:

@@ -106,13 +106,13 @@ def test_packages_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch):
     def broken(*_: object, **__: object) -> None:
         raise ImportError("cannot import name 'row_stack' from 'numpy'")
 
-    monkeypatch.setattr(module, "make_body", broken)
+    monkeypatch.setattr(module, "make_runtime", broken)
     assert "numba-cuda cannot be imported: ImportError: cannot import name 'row_stack'" in str(reason_of())
 
 
 def test_a_device_is_opened_once_with_its_facts(monkeypatch: pytest.MonkeyPatch):
     answering(monkeypatch)
-    monkeypatch.setattr(module, "NumbaRuntime", lambda number: None)
+    monkeypatch.setattr(module, "make_runtime", lambda tier, number: None)
     monkeypatch.setenv("FRINK_CUDA_TIER", "simt")
     monkeypatch.setattr(module, "make_body", lambda tier, info, runtime, invariant: SimtBody(runtime, None))
     device = open_device(0)

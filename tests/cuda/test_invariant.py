@@ -165,7 +165,7 @@ def test_a_device_is_opened_in_one_mode(monkeypatch: pytest.MonkeyPatch) -> None
     info = driver.Device(0, "NVIDIA H200", 1 << 37, (9, 0), 132)
     monkeypatch.setattr(device_module, "visible_devices", lambda: (info,))
     monkeypatch.setattr(device_module, "_opened", {})
-    monkeypatch.setattr(device_module, "NumbaRuntime", lambda number: None)
+    monkeypatch.setattr(device_module, "make_runtime", lambda tier, number: None)
     monkeypatch.setenv("FRINK_INVARIANT", "1")
     assert open_device(0).body.invariant
     monkeypatch.setenv("FRINK_INVARIANT", "0")

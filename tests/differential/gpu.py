@@ -11,8 +11,7 @@ import pytest
 
 from frink_numba.backend import Step
 from frink_numba.cuda.backend import CudaBackend
-from frink_numba.cuda.device import CudaDevice, make_body, visible_devices
-from frink_numba.cuda.runtime import NumbaRuntime
+from frink_numba.cuda.device import CudaDevice, make_body, make_runtime, visible_devices
 from frink_numba.cuda.tier import choose_tier
 from frink_numba.errors import BackendUnavailable
 from frink_numba.layer import Layer
@@ -60,7 +59,7 @@ def device_of(tier: str) -> CudaDevice:
         choose_tier(tier, info.compute_capability)
     except BackendUnavailable as error:
         pytest.skip(str(error))
-    runtime = NumbaRuntime(info.number)
+    runtime = make_runtime(tier, info.number)
     return CudaDevice(info, runtime, make_body(tier, info, runtime))
 
 

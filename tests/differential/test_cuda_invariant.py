@@ -15,8 +15,7 @@ import pytest
 
 from frink_numba import registry
 from frink_numba.cuda.backend import CudaBackend
-from frink_numba.cuda.device import CudaDevice, make_body, visible_devices
-from frink_numba.cuda.runtime import NumbaRuntime
+from frink_numba.cuda.device import CudaDevice, make_body, make_runtime, visible_devices
 from frink_numba.cuda.tier import choose_tier
 from frink_numba.errors import BackendError, BackendUnavailable
 from frink_numba.host.decoder import Decoder
@@ -86,7 +85,7 @@ def device_of(tier: str, invariant: bool) -> CudaDevice:
         choose_tier(tier, info.compute_capability)
     except BackendUnavailable as error:
         pytest.skip(str(error))
-    runtime = NumbaRuntime(info.number)
+    runtime = make_runtime(tier, info.number)
     return CudaDevice(info, runtime, make_body(tier, info, runtime, invariant=invariant))
 
 

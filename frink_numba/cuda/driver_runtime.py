@@ -1,0 +1,174 @@
+"""One device's memory, streams, events and copies through cuda.bindings alone, for the tensor-core tiers.
+
+Their kernels are machine code from a folder and their launches are driver calls, so that a process that finds them
+there never imports numba. The context is the device's primary one, which numba, torch and others in the process use as
+well.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from frink_numba.cuda.runtime import Graph, call_driver, one_line
+
+
+class DeviceBlock:
+    """A block of device memory, freed with its last reference. Freeing waits for work that was queued before."""
+
+    __slots__ = ("__cuda_array_interface__", "__weakref__", "address", "nbytes")
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.address, self.nbytes = address, nbytes
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+            "strides": None,
+        }
+
+
+class Handle:
+    """A stream or an event of the driver's, destroyed with its last reference."""
+
+    __slots__ = ("__weakref__", "handle")
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+
+class _HostBlock:
+    """Owns page-locked memory while arrays look at it."""
+
+    __slots__ = ("__array_interface__", "__weakref__")
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+class DriverRuntime:
+    """See `frink_numba.cuda.runtime.Runtime`; `number` is the driver's among the visible devices."""
+
+    def __init__(self, number: int) -> None:
+        from cuda.bindings import driver
+
+        self._driver = driver
+        call_driver("cuInit", 0)
+        self._device = call_driver("cuDeviceGet", number)
+        self._context: Any = None
+        self._process = os.getpid()
+        self._abandoned = False
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        if self._context is None:
+            self._context = call_driver("cuDevicePrimaryCtxRetain", self._device)
+        call_driver("cuCtxPushCurrent", self._context)
+        try:
+            yield
+        finally:
+            self._driver.cuCtxPopCurrent()
+
+    def memory(self) -> tuple[int, int]:
+        free, total = call_driver("cuMemGetInfo")
+        return int(free), int(total)
+
+    def device_bytes(self, nbytes: int) -> DeviceBlock:
+        address = int(call_driver("cuMemAlloc", nbytes))
+        block = DeviceBlock(address, nbytes)
+        self._when_gone(block, "cuMemFree", address)
+        return block
+
+    def pinned_bytes(self, nbytes: int) -> np.ndarray:
+        # Portable: page-locked for the contexts of other devices too.
+        address = int(call_driver("cuMemHostAlloc", nbytes, self._driver.CU_MEMHOSTALLOC_PORTABLE))
+        owner = _HostBlock(address, nbytes)
+        self._when_gone(owner, "cuMemFreeHost", address)
+        return np.asarray(owner)
+
+    def stream(self) -> Handle:
+        stream = Handle(call_driver("cuStreamCreate", 0))
+        self._when_gone(stream, "cuStreamDestroy", stream.handle)
+        return stream
+
+    def event(self) -> Handle:
+        event = Handle(call_driver("cuEventCreate", self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+        self._when_gone(event, "cuEventDestroy", event.handle)
+        return event
+
+    def upload(self, target: DeviceBlock, source: np.ndarray, stream: Handle) -> None:
+        self.send(target.address, source, stream)
+
+    def download(self, target: np.ndarray, source: DeviceBlock, stream: Handle) -> None:
+        self.fetch(target, source.address, stream)
+
+    def handle(self, stream: Handle) -> int:
+        return int(stream.handle)
+
+    def address(self, block: DeviceBlock) -> int:
+        return block.address
+
+    def send(self, address: int, source: np.ndarray, stream: Handle) -> None:
+        call_driver("cuMemcpyHtoDAsync", address, source.ctypes.data, source.nbytes, stream.handle)
+
+    def fetch(self, target: np.ndarray, address: int, stream: Handle) -> None:
+        call_driver("cuMemcpyDtoHAsync", target.ctypes.data, address, target.nbytes, stream.handle)
+
+    def fetch_strided(self, first: np.ndarray, pitch: int, count: int, address: int, stream: Handle) -> None:
+        copy = self._driver.CUDA_MEMCPY2D()
+        kinds = self._driver.CUmemorytype
+        copy.srcMemoryType, copy.srcDevice, copy.srcPitch = kinds.CU_MEMORYTYPE_DEVICE, address, first.nbytes
+        copy.dstMemoryType, copy.dstHost, copy.dstPitch = kinds.CU_MEMORYTYPE_HOST, first.ctypes.data, pitch
+        copy.WidthInBytes, copy.Height = first.nbytes, count
+        call_driver("cuMemcpy2DAsync", copy, stream.handle)
+
+    def graph(self, stream: Handle, launches: Sequence[Callable[[int], None]]) -> Callable[[], None]:
+        return Graph(self.handle(stream), launches)
+
+    def move(self, target: int, source: int, nbytes: int, stream: Handle) -> None:
+        call_driver("cuMemcpyDtoDAsync", target, source, nbytes, stream.handle)
+
+    def zero(self, address: int, nbytes: int, stream: Handle) -> None:
+        call_driver("cuMemsetD8Async", address, 0, nbytes, stream.handle)
+
+    def record(self, event: Handle, stream: Handle) -> None:
+        call_driver("cuEventRecord", event.handle, stream.handle)
+
+    def wait(self, event: Handle, stream: Handle) -> None:
+        call_driver("cuStreamWaitEvent", stream.handle, event.handle, 0)
+
+    def synchronize(self, stream: Handle) -> None:
+        call_driver("cuStreamSynchronize", stream.handle)
+
+    def drain(self) -> str | None:
+        try:
+            call_driver("cuCtxSynchronize")
+        except Exception as error:  # cuda.bindings has classes of its own
+            return one_line(error)
+        return None
+
+    def release(self) -> None:
+        """Nothing: memory is given back when it is no longer referenced."""
+
+    def abandon(self) -> None:
+        self._abandoned = True
+
+    def _when_gone(self, owner: Any, function: str, *arguments: Any) -> None:
+        """Call the driver when `owner` is gone; at exit the driver itself cleans up."""
+        weakref.finalize(owner, self._give_back, function, *arguments).atexit = False
+
+    def _give_back(self, function: str, *arguments: Any) -> None:
+        """A driver call from whichever thread drops the last reference; a lost device or a forked child makes none."""
+        if self._abandoned or self._process != os.getpid():
+            return
+        self._driver.cuCtxPushCurrent(self._context)
+        try:
+            getattr(self._driver, function)(*arguments)  # what it answers would help nobody
+        finally:
+            self._driver.cuCtxPopCurrent()
