@@ -21,6 +21,7 @@ from frink_numba.host.kv_cache import KVCache
 from frink_numba.host.model import Model
 from frink_numba.host.parts import Output, Part
 from frink_numba.host.rms_norm import rms_norm
+from frink_numba.host.sampling import NOT_NUMBERS, most_likely
 from frink_numba.host.scratch import Scratch
 from frink_numba.layer import Layer
 from frink_numba.plan import Plan
@@ -75,13 +76,15 @@ class Decoder:
         chunk_size: int | None = None,
         progress: Progress | None = None,
         start: int | None = None,
+        stage: bool = False,
     ) -> Output:
         """Run `tokens` from the cache's end on, and append their K/V rows to it.
 
         The tokens go through the layers in chunks of `chunk_size` (None: what suits the backend); the answer does not
         depend on it, but for rounding, and with FRINK_INVARIANT not even in that.
         `hidden` names layers, from 0, whose outputs to keep. `start`, if given, is the position that the caller
-        believes the cache to be at.
+        believes the cache to be at. `stage`: all tokens go as one chunk whose rows are written and do not count until
+        `cache.advance` says so.
 
         A chunk is all or nothing: after an error, or when `progress` cancels (Cancelled), the cache stands behind the
         last whole chunk, `cache.positions` says where, and a prefill of the remaining tokens continues.
@@ -95,9 +98,9 @@ class Decoder:
         self._check_cache(cache, len(ids), start)
         output = self._allocate(len(ids), logits, wanted)
         cache.reserve(len(ids))
-        for first in range(0, len(ids), chunk_size):
-            last = min(first + chunk_size, len(ids))
-            self._run([Part(ids, first, last, cache, wanted, output)])
+        for first in range(0, len(ids), max(chunk_size, len(ids)) if stage else chunk_size):
+            last = len(ids) if stage else min(first + chunk_size, len(ids))
+            self._run([Part(ids, first, last, cache, wanted, output, stage=stage)])
             if progress is not None and progress(last, len(ids)) is False and last < len(ids):
                 raise Cancelled(f"cancelled after {last} of {len(ids)} tokens; the cache holds {cache.positions}")
         return output
@@ -153,6 +156,35 @@ class Decoder:
         """Run one token at the cache's end; `logits` [vocab] tell the token after it. Errors as in `prefill`."""
         return self.prefill((token,), cache, start=start)
 
+    def decode_ahead(self, token: int, cache: KVCache, most: int, *, stage: bool = False) -> list[int]:
+        """The most likely token behind `token`, the one behind that, and so on: 1 to `most` of them.
+
+        As many as a backend chooses without the host in between, and as the context has room for; one where no backend
+        can. Of equals the lowest id. The rows of `token` and of all that are answered but the last are pushed; with
+        `stage` they are written, and do not count until `cache.advance` says so.
+        FrinkError where the first logits are not numbers; other errors as in `prefill`.
+        """
+        self._open()
+        ids = self._checked_tokens((token,))
+        self._check_cache(cache, 1, None)
+        most = min(checked_integer("most", most, 1), cache.context_length - cache.positions)
+        choices = self.model.tokenizer.vocab_size
+        output = self._allocate(1, "last", ())
+        cache.reserve(most)
+        part = Part(ids, 0, 1, cache, frozenset(), output, stage=True, ahead=most, choices=choices)
+        self._run([part])
+        assert output.logits is not None
+        if part.chosen is None:
+            chosen = [most_likely(output.logits[:choices])]
+        else:
+            unknown = np.flatnonzero(part.chosen < 0)
+            chosen = part.chosen[: unknown[0] if len(unknown) else most].tolist()
+            if not chosen:
+                raise FrinkError(NOT_NUMBERS)
+        if not stage:
+            cache.advance(len(chosen))
+        return chosen
+
     def generate(
         self,
         prompt: str | Sequence[int] | Sequence[Mapping[str, object]],
@@ -181,14 +213,16 @@ class Decoder:
         """
         from frink_numba.host.generate import Generation, encode_prompt
         from frink_numba.host.sampling import Sampling
+        from frink_numba.host.token_source import usual_source
 
         self._open()
         if cache is not None:
             _check_is_cache(cache)
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         return Generation(
             self,
             encode_prompt(self.model, prompt, chat=chat, special=special, begins=cache is None or not cache.positions),
-            Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed),
+            lambda held: usual_source(self, held, sampling),
             max_new_tokens=max_new_tokens,
             stop=stop,
             cache=cache,
@@ -264,6 +298,9 @@ class Decoder:
         """Take what a step answered; the push comes last."""
         for layer in part.hidden_after:
             part.output.hidden[layer][part.first : part.last] = result.hidden_states[layer]
+        part.chosen = result.tokens
+        if result.tokens is not None:
+            wanted = None
         if wanted is not None and result.logits is not None:
             np.copyto(wanted, result.logits)
             bend_logits(wanted, self.model.hyper)
@@ -271,11 +308,14 @@ class Decoder:
             assert result.hidden is not None  # the dispatcher answers one of the two
             after = part.cache.positions + part.last - part.first  # the push comes later
             self._logits(result.hidden[-len(wanted) :], after - len(wanted), wanted)
-        if part.keep:
+        if part.stage:
+            part.cache.stage(result.kv_rows)
+        elif part.keep:
             part.cache.push(result.kv_rows)
+        steps = 1 if result.tokens is None else len(result.tokens)
         for counts, experts in zip(self._activations, result.experts, strict=True):
             for expert in experts:
-                counts[expert] = counts.get(expert, 0) + 1
+                counts[expert] = counts.get(expert, 0) + steps
 
     def _logits(self, hidden: np.ndarray, start: int, out: np.ndarray) -> None:
         """Final norm and output matrix over `hidden` [n, hidden] of positions from `start` on into `out` [n, vocab].

@@ -1,22 +1,23 @@
-"""Generation: from a prompt to a stream of tokens and text."""
+"""Generation: from a prompt to a stream of tokens and text. Where the tokens come from: `token_source.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from frink_numba.errors import PromptError
 from frink_numba.host.integers import checked_integer
-from frink_numba.host.sampling import Sampler, Sampling
 from frink_numba.host.stop_text import StopText
 
 if TYPE_CHECKING:
     from frink_numba.host.decoder import Decoder, Progress
     from frink_numba.host.kv_cache import KVCache
     from frink_numba.host.model import Model
+    from frink_numba.host.token_source import MakeSource, TokenSource
 
 FinishReason = Literal["stop", "length", "context"]
 
@@ -38,14 +39,14 @@ class Generation(Iterator[Piece]):
 
     `prompt_tokens`: the prompt's ids. `tokens`: the new ones so far. `finish_reason` after the last piece: "stop" (a
     stop token or string; `stop_string` says which string), "length" (`max_new_tokens`) or "context" (it is full).
-    `cache` holds the prompt and the new tokens but the last.
+    `cache` holds the prompt and the new tokens but the last, after each piece.
     """
 
     def __init__(
         self,
         decoder: Decoder,
         prompt_tokens: Sequence[int],
-        sampling: Sampling,
+        source: MakeSource,
         *,
         max_new_tokens: int | None,
         stop: Sequence[str],
@@ -63,7 +64,7 @@ class Generation(Iterator[Piece]):
         self.cache = decoder.new_cache() if cache is None else cache
         decoder.check_prompt(self.prompt_tokens, self.cache)
         self._stop_text = StopText(stop)
-        self._pieces = self._run(decoder, sampling, max_new_tokens, chunk_size, progress)
+        self._pieces = self._run(decoder, source(self.cache), max_new_tokens, chunk_size, progress)
 
     @property
     def stop_string(self) -> str | None:
@@ -80,21 +81,21 @@ class Generation(Iterator[Piece]):
     def _run(
         self,
         decoder: Decoder,
-        sampling: Sampling,
+        source: TokenSource,
         max_new_tokens: int | None,
         chunk_size: int | None,
         progress: Progress | None,
-    ) -> Any:
+    ) -> Generator[Piece, None, None]:
         tokenizer, cache = decoder.model.tokenizer, self.cache
         stream = tokenizer.stream(special=False, after=self.prompt_tokens[-1])
-        # A file may pad its vocabulary: logits beyond the tokenizer's are of no token.
-        sampler = Sampler(sampling, tokenizer.vocab_size)
-        sampler.see(token for token in self.prompt_tokens if token < tokenizer.vocab_size)
         output = decoder.prefill(self.prompt_tokens, cache, chunk_size=chunk_size, progress=progress)
+        assert output.logits is not None
+        whole = list(self.prompt_tokens)
+        ready = deque([source.first(whole, output.logits[: tokenizer.vocab_size])])  # chosen and not handed out
         while True:
-            assert output.logits is not None
-            token = sampler.choose(output.logits[: tokenizer.vocab_size])
+            token = ready.popleft()
             self.tokens.append(token)
+            whole.append(token)
             text = self._stop_text.push(stream.push(token))
             reason = self._reason(token, max_new_tokens, tokenizer.stop_ids)
             if reason is not None:
@@ -105,7 +106,12 @@ class Generation(Iterator[Piece]):
                 yield Piece(token, text)
                 return
             yield Piece(token, text)
-            output = decoder.decode(token, cache)
+            if not (ready and cache.staged):
+                most = cache.context_length - cache.positions
+                if max_new_tokens is not None:
+                    most = min(most, max_new_tokens - len(self.tokens))
+                ready = deque(source.more(whole, most))
+            cache.advance()
 
     def _reason(self, token: int, max_new_tokens: int | None, stop_ids: frozenset[int]) -> FinishReason | None:
         """Why the answer ends with `token`; None when it does not."""

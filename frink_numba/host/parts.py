@@ -30,7 +30,8 @@ class Output:
 class Part:
     """Tokens first .. last-1 of a sequence's `ids`, int64 [n], behind the rows of `cache`.
 
-    `keep` False: they are the whole sequence, `cache` is empty and stays so.
+    `keep` False: they are the whole sequence, `cache` is empty and stays so. `stage`: their rows are written, and
+    do not count. `ahead`: of one token, so many may be chosen among the first `choices`, as in `Step`: `chosen`.
     """
 
     ids: np.ndarray
@@ -40,6 +41,10 @@ class Part:
     hidden_after: frozenset[int]
     output: Output
     keep: bool = True
+    stage: bool = False
+    ahead: int = 0
+    choices: int = 0
+    chosen: np.ndarray | None = None
 
     def wanted(self) -> np.ndarray | None:
         """The rows of `output.logits` that this part fills, [rows, vocab]; None when it fills none."""
@@ -64,4 +69,6 @@ class Part:
             lookup=lambda: embed(model.embedding, tokens, model.hyper),
             logits=logits,
             keep=self.keep,
+            ahead=self.ahead,
+            choices=self.choices,
         )

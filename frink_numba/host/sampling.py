@@ -58,6 +58,21 @@ class Sampling:
         object.__setattr__(self, name, number)
 
 
+NOT_NUMBERS = "the logits are not numbers: the model's weights or a backend are at fault"
+
+
+def check_logits(logits: np.ndarray) -> None:
+    """FrinkError for logits with NaN."""
+    if math.isnan(logits.max()):
+        raise FrinkError(NOT_NUMBERS)
+
+
+def most_likely(logits: np.ndarray) -> int:
+    """The token of the largest of `logits` float32 [vocab], the lowest id among equals. FrinkError for NaN."""
+    check_logits(logits)
+    return int(np.argmax(logits))
+
+
 class Sampler:
     """Chooses one token after the other under one `Sampling`; it holds the random state and which tokens were seen."""
 
@@ -72,8 +87,7 @@ class Sampler:
 
     def choose(self, logits: np.ndarray) -> int:
         """The next token for `logits` float32 [vocab]; it is seen from now on. FrinkError for logits with NaN."""
-        if math.isnan(logits.max()):
-            raise FrinkError("the logits are not numbers: the model's weights or a backend are at fault")
+        check_logits(logits)
         if self.sampling.temperature == 0:
             token = int(np.argmax(self._penalized(logits)))
         else:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from frink_numba.errors import CacheError, Cancelled, FrinkError, PromptError, SettingError
-from frink_numba.host import generate as generate_module
+from frink_numba.host import token_source
 from frink_numba.host.generate import Piece
 from tests.golden.draws import integers
 from tests.golden.tiny_text import BOS, END_OF_TURN, EOS, TOKENS, text_content
@@ -27,7 +27,8 @@ def script(monkeypatch):
             def choose(self, logits):
                 return next(self.rest)
 
-        monkeypatch.setattr(generate_module, "Sampler", Scripted)
+        monkeypatch.setattr(token_source, "Sampler", Scripted)
+        monkeypatch.setattr(token_source, "usual_source", token_source.OneByOne)
 
     return script
 
