@@ -101,7 +101,7 @@ def share_packs() -> None:
     """Repack equal bytes once: the layers of a shape are copies of two, each uploaded by itself all the same."""
     real, made = weights.pack, {}
 
-    def pack(matrices: Sequence[QuantMatrix], *, gated: bool = False) -> Any:
+    def pack(matrices: Sequence[QuantMatrix], *, gated: bool = False, threads: int | None = None) -> Any:
         key = (*(id(matrix.data) for matrix in matrices), gated)
         if key not in made:
             made[key] = (matrices, real(matrices, gated=gated))  # what has an id must stay

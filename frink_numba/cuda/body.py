@@ -7,6 +7,7 @@ package (admission, residency, budget, failures) is the same for both and speaks
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
@@ -61,6 +62,34 @@ class Ends:
 
 
 WHOLE = Ends()
+
+
+@dataclass(slots=True)
+class Member:
+    """One sequence of a group, from tokens to what is wanted of its last rows.
+
+    tokens: int [rows]. cache: the K/V cache of all layers, which lends room as a whole; None: nobody keeps the rows.
+    logits: of so many of the last rows; of their logits `choose` wants the likeliest token alone, and `targets`, int
+    [logits], how likely these are.
+    """
+
+    tokens: np.ndarray
+    start_pos: int
+    cache: Any
+    logits: int
+    choose: bool = False
+    targets: np.ndarray | None = None
+
+
+@dataclass(slots=True)
+class Share:
+    """A member's part of a group's answer; `rows`: each layer's K and V, or the lease that they were written to."""
+
+    hidden: np.ndarray | None
+    rows: Sequence[Rows]
+    logits: np.ndarray | None = None
+    tokens: np.ndarray | None = None
+    scores: np.ndarray | None = None
 
 
 class Answer(NamedTuple):
@@ -132,6 +161,9 @@ class Body(Protocol):
 
     def forget_unused(self) -> None:
         """Give back the device memory of K/V rows whose caches are gone."""
+
+    def preparing(self, layers: Sequence[Layer]) -> AbstractContextManager[None]:
+        """Inside it, `layers` are going to be uploaded, in this order: work that needs no device may go ahead."""
 
     def upload(self, layer: Layer, stream: Any, traffic: Traffic) -> DeviceLayer:
         """Allocate the layer's memory and fill it in the order of `stream`."""

@@ -21,8 +21,9 @@ def hold_layers(
     """
     missing = {id(layer): layer for layer in layers if device.bank.find(layer, holder) is None}
     check_room(device, sum(device.body.layer_bytes(layer) for layer in missing.values()), scratch)
-    for layer in missing.values():
-        device.bank.add(device.body.upload(layer, device.workspace.compute, traffic), holder)
+    with device.body.preparing(list(missing.values())):
+        for layer in missing.values():
+            device.bank.add(device.body.upload(layer, device.workspace.compute, traffic), holder)
     return [device.bank.get(layer) for layer in layers]
 
 

@@ -57,10 +57,10 @@ class PackedMatrix:
         return self.rows // 2 if self.gated else self.rows
 
 
-def pack(matrices: Sequence[QuantMatrix], *, gated: bool = False) -> PackedMatrix:
+def pack(matrices: Sequence[QuantMatrix], *, gated: bool = False, threads: int | None = None) -> PackedMatrix:
     """Repack `matrices`, all of one kind and `cols`. ShapeError names what does not fit.
 
-    gated: exactly two matrices of equal rows, a multiple of 8: gate and up.
+    gated: exactly two matrices of equal rows, a multiple of 8: gate and up. threads: at most; None: what suits.
     """
     if not matrices:
         raise ShapeError("nothing to pack: at least one matrix is needed")
@@ -96,10 +96,12 @@ def pack(matrices: Sequence[QuantMatrix], *, gated: bool = False) -> PackedMatri
         row_scale[span], squares[span] = _pack_rows(kind, first.kind.name, raw, first.cols, data[start:stop])
 
     starts = range(0, slabs, per_chunk)
-    if len(starts) == 1:
-        pack_chunk(0)
+    threads = min(len(starts), threads or min(os.cpu_count() or 1, _THREADS))
+    if threads == 1:
+        for start in starts:
+            pack_chunk(start)
     else:  # NumPy lets go of the interpreter while it works
-        with ThreadPoolExecutor(min(len(starts), os.cpu_count() or 1, _THREADS)) as workers:
+        with ThreadPoolExecutor(threads) as workers:
             list(workers.map(pack_chunk, starts))
     if gated:
         sides = squares[: rows // 16 * 16].reshape(-1, 2, 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,6 +77,9 @@ class SimtBody:
 
     def dropped(self) -> None:
         """Nothing refers to layers or scratch between runs."""
+
+    def preparing(self, layers: Sequence[Layer]) -> AbstractContextManager[None]:
+        return nullcontext()  # a layer's own bytes go up, but for their order
 
     def upload(self, layer: Layer, stream: Any, traffic: Traffic) -> SimtLayer:
         return upload_layer(self.runtime, self.launchers, layer, stream, traffic)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from frink_numba.cuda.shapes import LayerShape
 from frink_numba.cuda.tensor.edges import TensorEdges, decline_edges, edges_bytes, upload_edges
 from frink_numba.cuda.tensor.lifts import lifted
 from frink_numba.cuda.tensor.mirror import Mirror, Mirrors
+from frink_numba.cuda.tensor.pack_ahead import PackAhead
 from frink_numba.cuda.tensor.program import Head, Program, Segment
 from frink_numba.cuda.tensor.scratch import ATTENTION_WORKSPACE, COUNTERS, STAGED_ROWS, TensorScratch, workspace_bytes
 from frink_numba.cuda.tensor.weights import TensorLayer, decline, layer_bytes, upload_layer
@@ -47,6 +49,7 @@ class TensorBody:
         self._workspace_bytes = workspace_bytes(multiprocessors)
         self._mirrors = Mirrors(runtime)
         self._ranges = open_ranges()
+        self._ahead: PackAhead | None = None  # while layers go up
         self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._zeroed: weakref.ref[Any] | None = None  # the scratch block whose counters are known to be zero
 
@@ -111,8 +114,21 @@ class TensorBody:
         self._programs.clear()
         self._zeroed = None
 
+    @contextmanager
+    def preparing(self, layers: Sequence[Layer]) -> Iterator[None]:
+        if len(layers) < 2:
+            yield
+            return
+        self._ahead = ahead = PackAhead(layers)
+        try:
+            yield
+        finally:
+            self._ahead = None
+            ahead.close()
+
     def upload(self, layer: Layer, stream: Any, traffic: Traffic) -> TensorLayer:
-        return upload_layer(self.runtime, layer, stream, traffic)
+        packed = None if self._ahead is None else self._ahead.take(layer)
+        return upload_layer(self.runtime, layer, stream, traffic, packed)
 
     def run(
         self,

@@ -151,8 +151,18 @@ def layer_bytes(layer: Layer) -> int:
     return _layout(layer).nbytes
 
 
-def upload_layer(runtime: Runtime, layer: Layer, stream: Any, traffic: Traffic) -> TensorLayer:
-    """Allocate one block for `layer` and fill it in the order of `stream`. Raises what the runtime raises."""
+def pack_layer(layer: Layer, threads: int | None = None) -> list[PackedMatrix]:
+    """The layer's products repacked, in the order of `LayerPacks.all`, by so many threads (None: what suits)."""
+    return [pack(part.matrices, gated=part.gated, threads=threads) for part in LayerPacks.of(layer).all()]
+
+
+def upload_layer(
+    runtime: Runtime, layer: Layer, stream: Any, traffic: Traffic, packed: Sequence[PackedMatrix] | None = None
+) -> TensorLayer:
+    """Allocate one block for `layer` and fill it in the order of `stream`. Raises what the runtime raises.
+
+    packed: what `pack_layer` made of it, where that is there already.
+    """
     nbytes = layer_bytes(layer)
     block = runtime.device_bytes(nbytes)
     base, layout = runtime.address(block), Layout()
@@ -163,10 +173,11 @@ def upload_layer(runtime: Runtime, layer: Layer, stream: Any, traffic: Traffic) 
         traffic.weights_up += source.nbytes
         return address
 
-    packed: dict[int, PackedMatrix] = {}
+    packs = LayerPacks.of(layer)
+    made_of = dict(zip(map(id, packs.all()), packed or pack_layer(layer), strict=True))
 
     def weights(part: Pack) -> DeviceWeights:
-        made = packed[id(part)] = pack(part.matrices, gated=part.gated)
+        made = made_of[id(part)]
         data, row_scale = place(made.data), place(made.row_scale * np.float32(part.factor))
         bias, bound = 0, 0.0
         if part.bias is not None:
@@ -176,11 +187,10 @@ def upload_layer(runtime: Runtime, layer: Layer, stream: Any, traffic: Traffic) 
             bound = float(np.max(np.abs(filled)))
         return DeviceWeights.of(made, data, row_scale, bias, bound)
 
-    packs = LayerPacks.of(layer)
     qkv = tuple((weights(part), part.column) for part in packs.qkv)
     o, gate_up, down = weights(packs.o), tuple(weights(part) for part in packs.gate_up), weights(packs.down)
     named = {name: place(vector) for name, vector in _uploaded(layer).items()}
-    norms = [bound for part in packs.qkv for bound in packed[id(part)].norm_bounds]
+    norms = [bound for part in packs.qkv for bound in made_of[id(part)].norm_bounds]
     scales = _scales(layer, norms)
     shape, serial = LayerShape.of(layer), next(_serials)
     return TensorLayer(layer, shape, nbytes, qkv, o, gate_up, down, named, scales, rope_key(layer), serial, block)
