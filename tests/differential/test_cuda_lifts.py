@@ -79,10 +79,13 @@ def make(name: str, kinds: tuple[str, ...] = ("Q8_0",)) -> Layer:
 
 
 def stream_size(layer: Layer) -> float:
-    """Where no norm stands before the products or behind them, the stream is what keeps scores in bounds."""
-    if layer.attn_norm is not None or layer.attention.q_norm is not None:
+    """As large as what the layer adds to it (see layer_cases); or so that scores stay in bounds, without any norm."""
+    if layer.attn_norm is None and layer.attention.q_norm is None:
+        return 1 / float(np.std(reference.weights(layer.attention.q)) * np.sqrt(layer.hidden_dim))
+    if layer.post_ffn_norm is not None:
         return 1.0
-    return 1 / float(np.std(reference.weights(layer.attention.q)) * np.sqrt(layer.hidden_dim))
+    down = reference.weights(layer.ffn.experts[0].down)
+    return max(1.0, float(np.std(down)) * np.sqrt(down.shape[1]) / 2)
 
 
 @pytest.mark.gpu
