@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from frink_numba.errors import BackendUnavailable, ShapeError
 from frink_numba.kernels.cubins import Target, compile_kernel
-from frink_numba.kernels.decode_attention import DecodeAttentions, DecodeShape, source_of, variant_of, why_not
+from frink_numba.kernels.decode_attention import (
+    DecodeAttention,
+    DecodeAttentions,
+    DecodeShape,
+    source_of,
+    variant_of,
+    why_not,
+)
 from frink_numba.kernels.sample import Samplers
 from frink_numba.kernels.sample_kernels import argmax_source, embed_source
 from frink_numba.layer import RopeLayout
@@ -16,6 +24,7 @@ SHAPES = [
     (DecodeShape(9, 3, 64, rot_dim=64, layout=RopeLayout.NEOX), 1, "80"),
     (DecodeShape(16, 8, 256, rot_dim=256, layout=RopeLayout.NEOX, q_norm=True, k_norm=True, softcap=50.0), 8, "90a"),
     (DecodeShape(8, 8, 96, rot_dim=20), 2, "120"),
+    (DecodeShape(8, 2, 64, rot_dim=32, layout=RopeLayout.NEOX, q_norm=True, k_norm=True, norm_last=True), 1, "89"),
 ]
 
 
@@ -31,6 +40,40 @@ def test_shared_memory_fits(head_dim: int, limit: int) -> None:
     """Whatever a block may have: GPUs before and beside sm_90 allow less."""
     for rows in (1, 8):
         assert variant_of(DecodeShape(16, 2, head_dim), rows, False, limit).shared <= limit
+
+
+@pytest.mark.parametrize("window", [0, 100, 600])
+@pytest.mark.parametrize("parts", [1, 3, 32])
+def test_rows_whose_keys_are_cut_alike(window: int, parts: int) -> None:
+    """Issue 7: each row's part edges, as the kernel cuts the keys it sees, are those of the first; most rows are."""
+    shape = DecodeShape(8, 2, 64, window=window)
+    attention = DecodeAttention(shape, 1, 1, parts, variant_of(shape, 1, True, 227 << 10), None)  # type: ignore[arg-type]
+
+    def edges(position: int) -> list[int]:
+        begin = max(0, position + 1 - window) // 128 * 128 if window else 0
+        span = position + 1 - begin
+        length = 128
+        while length * parts < span or length < 256:
+            length += 128
+        return [*range(begin, position + 1, length), length]
+
+    found = []
+    for start in range(3000):
+        alike = attention.alike(start, 8)
+        found.append(alike)
+        assert all(edges(start + row) == edges(start) for row in range(alike))
+        assert alike == 8 or edges(start + alike) != edges(start)
+    assert np.mean(np.equal(found, 8)) > 0.8
+
+
+def test_keys_are_cut_alike_for_one_row_and_for_eight() -> None:
+    """The number of parts does not depend on the rows."""
+    attentions = DecodeAttentions((9, 0), 132)
+    attentions._kernel = lambda variant: None  # type: ignore[method-assign, assignment, return-value]
+    for heads, kv_heads, head_dim in ((9, 3, 64), (32, 8, 128), (40, 2, 128), (8, 1, 256), (32, 32, 128)):
+        shape = DecodeShape(heads, kv_heads, head_dim)
+        made = [attentions.attention(shape, sequences=1, most_rows=rows) for rows in (1, 2, 8)]
+        assert len({attention.parts for attention in made}) == 1
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q6_K"])

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from frink_numba.kernels.decode_attention import DecodeAttentions, DecodeShape
+from frink_numba.kernels.fused_attention import sequence_table
 from frink_numba.layer import RopeLayout
 from tests.kernels.decode_attention_case import Case
-from tests.kernels.gemm_device import relative_error
+from tests.kernels.far_mirrors import far_mirrors
+from tests.kernels.gemm_device import address, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -71,6 +73,8 @@ def test_parts_and_rows(attentions: DecodeAttentions, rows: int, parts: int) -> 
         DecodeShape(16, 1, 224, rot_dim=64, layout=NEOX, q_norm=True),
         DecodeShape(12, 1, 128, rot_dim=128, softcap=5.0),
         DecodeShape(40, 2, 128, rot_dim=128, k_norm=True),
+        DecodeShape(8, 2, 64, rot_dim=32, layout=NEOX, q_norm=True, k_norm=True, norm_last=True),
+        DecodeShape(6, 2, 96, rot_dim=96, layout=NORM, q_norm=True, norm_last=True),
     ],
     ids=lambda s: f"{s.n_heads}-{s.n_kv_heads}-{s.head_dim}",
 )
@@ -100,6 +104,73 @@ def test_sinks_and_scales(attentions: DecodeAttentions, start: int) -> None:
     shape = DecodeShape(8, 2, 64, rot_dim=64, layout=NEOX)
     check(attentions, Case(shape, [(2, start)], sinks=True))
     check(attentions, Case(shape, [(2, start)], k_scale=4.0, v_scale=16.0))
+
+
+def alone(case: Case, ran: dict[str, np.ndarray], row: int) -> Case:
+    """A row of the only sequence of `case` as a launch of its own, behind the mirrors that the rows before it left."""
+    start = case.sequences[0][1]
+    single = Case(case.shape, [(1, start + row)], case.k_scale, case.v_scale, case.sinks)
+    single.qkv, single.cos, single.sin = (x[row : row + 1] for x in (case.qkv, case.cos, case.sin))
+    single.weights, single.sink = case.weights, case.sink
+    for side, (name, scale) in enumerate((("k", case.k_scale), ("v", case.v_scale))):
+        rows = (ran[f"{name}_mirror"][:row] / scale).astype(np.float16)
+        single.mirrors[0][side] = np.concatenate([case.mirrors[0][side][:start], rows, np.full_like(rows[:1], 777)])
+        if not row:
+            single.mirrors[0][side] = case.mirrors[0][side].copy()
+    return single
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        DecodeShape(9, 3, 64, rot_dim=64, layout=NEOX),
+        DecodeShape(32, 8, 128, rot_dim=128),
+        DecodeShape(8, 2, 128, rot_dim=128, window=300),
+        DecodeShape(8, 4, 256, rot_dim=256, layout=NEOX, softcap=50.0, q_norm=True, k_norm=True),
+        DecodeShape(40, 2, 96),
+    ],
+    ids=lambda s: f"{s.n_heads}-{s.n_kv_heads}-{s.head_dim}-{s.window}",
+)
+@pytest.mark.parametrize("start", [0, 37, 250, 500, 2045, 8190, 20000])
+@pytest.mark.parametrize("rows", [2, 4, 8])
+def test_rows_have_the_bits_of_launches_of_their_own(
+    attentions: DecodeAttentions, shape: DecodeShape, start: int, rows: int
+) -> None:
+    """Issue 7: what several rows verify is what one row after the other would have said."""
+    case = Case(shape, [(rows, start)], sinks=start % 2 == 1)
+    ran = case.run(attentions)
+    alike = attentions.attention(shape, sequences=1, most_rows=rows).alike(start, rows)
+    for row in range(alike):
+        single = alone(case, ran, row).run(attentions)
+        assert np.array_equal(single["out"][0][0], ran["out"][0][row]), f"row {row} of {alike} that are alike"
+        assert np.array_equal(single["k_rows"][0], ran["k_rows"][row])
+        assert np.array_equal(single["k_mirror"][0], ran["k_mirror"][row])
+
+
+def test_mirrors_beyond_4_gigabytes(attentions: DecodeAttentions) -> None:
+    """Addresses of far rows take 64 bits: nothing is read from, or written to, where they would wrap."""
+    from numba import cuda
+
+    heads, width, start, rows = 64, 256, 131000, 2
+    shape = DecodeShape(heads, heads, width)
+    with far_mirrors(start + rows + 3, heads, width) as far:
+        rng = np.random.default_rng(0)
+        qkv = rng.standard_normal((rows, 3 * heads, width)).astype(np.float32)
+        attention = attentions.attention(shape, sequences=1, most_rows=rows)
+        table = cuda.to_device(np.frombuffer(sequence_table([(0, rows, start, far.k, far.v)]), np.uint8))
+        workspace = cuda.to_device(np.zeros(attention.workspace, np.uint8))
+        out = cuda.to_device(np.full((rows, heads, width), np.nan, np.float16))
+        given = cuda.to_device(qkv)
+        attention.bind(address(given), address(out), address(table), workspace=address(workspace))(0)
+        cuda.synchronize()
+        halves = qkv.astype(np.float16)
+        for side, first in ((0, heads), (1, 2 * heads)):
+            assert np.array_equal(far.read(side, start, rows), halves[:, first : first + heads])
+            far.put(side, start, halves[:, first : first + heads])  # for the twin
+        got = out.copy_to_host()
+    for row in range(rows):
+        want = far.attended(halves[row, :heads], start + row)
+        assert relative_error(got[row].astype(np.float64), want) < LIMIT
 
 
 def test_spoilt_rows_stay_their_own(attentions: DecodeAttentions) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from frink_numba.kernels.fused_attention import Attentions, HeadShape
-from tests.kernels.attention_device import Gpu, attention_case, run_attention
+from frink_numba.kernels.fused_attention import Attentions, HeadShape, Mirror, sequence_table
+from tests.kernels.attention_device import Gpu, attention_case, relative_error, run_attention
+from tests.kernels.far_mirrors import far_mirrors
 
 pytestmark = pytest.mark.gpu
 
@@ -109,6 +110,58 @@ def test_long_context(attentions: Attentions) -> None:
     """Far positions: 5 rows at 131,000, with and without a window."""
     check(attentions, (2, 1, 128), [(131000, 5)])
     check(attentions, (2, 1, 64), [(131000, 72)], window=1000)
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+def test_mirrors_beyond_4_gigabytes(attentions: Attentions, rows: int) -> None:
+    """Addresses of far rows take 64 bits: 131,000 positions of 64 K/V heads with 256 channels."""
+    from numba import cuda
+
+    heads, width, start = 64, 256, 131000
+    shape = HeadShape(heads, heads, width)
+    q = np.random.default_rng(1).standard_normal((rows, heads, width)).astype(np.float16)
+    with far_mirrors(start + rows, heads, width) as far:
+        device = Gpu()
+        attention = attentions.attention(shape, rows)
+        maps = attention.maps([Mirror(far.k, far.v, start + rows)]) or bytes(128)
+        out = device.place(np.full(q.shape, np.nan, np.float16))
+        launch = attention.bind(
+            device.place(q),
+            out,
+            device.place(np.frombuffer(sequence_table([(0, rows, start, far.k, far.v)]), np.uint8)),
+            1,
+            maps=device.place(np.frombuffer(maps, np.uint8)),
+            workspace=device.place(np.zeros(max(128, attention.workspace), np.uint8)),
+        )
+        device.launch(launch)
+        got = device.read(out)
+        cuda.synchronize()
+    for row in {0, rows // 2, rows - 1}:
+        assert relative_error(got[row], far.attended(q[row], start + row)) < LIMIT
+
+
+def test_many_runs_have_the_same_bits(attentions: Attentions) -> None:
+    """Whichever block takes a tile, and when: 20 launches of 500 tiles, heads of the wide kernel among them."""
+    check(attentions, (32, 8, 128), [(300, 700), (0, 900)], runs=20)
+    check(attentions, (16, 16, 256), [(0, 1500)], runs=20)
+
+
+def test_sequences_do_not_touch_each_other(attentions: Attentions) -> None:
+    """In a launch with others, a sequence has the bits that it has alone."""
+    rng = np.random.default_rng(3)
+    shape = HeadShape(8, 2, 128)
+    lengths = [(200, 150), (0, 1), (33, 300), (0, 129)]
+    sequences = []
+    for start, rows in lengths:
+        k, v = (rng.standard_normal((start + rows, 2, 128)).astype(np.float16) for _ in "kv")
+        sequences.append((k, v, rows))
+    q = rng.standard_normal((sum(rows for _, rows in lengths), 8, 128)).astype(np.float16)
+    together = run_attention(attentions, Gpu(), shape, q, sequences)[0]
+    first = 0
+    for sequence, (_, rows) in zip(sequences, lengths, strict=True):
+        alone = run_attention(attentions, Gpu(), shape, q[first : first + rows], [sequence])[0]
+        assert np.array_equal(alone.view(np.uint16), together[first : first + rows].view(np.uint16))
+        first += rows
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
