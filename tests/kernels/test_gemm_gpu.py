@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from frink_numba.kernels.gemm import Gemms
+from frink_numba.kernels.gemm_epilogue import GATES
 from frink_numba.kernels.gemm_pack import pack
+from tests.kernels.gate_case import check_activation, exact_operands, true_activation
 from tests.kernels.gemm_device import dequantized, relative_error, run_product, worst_row_error
 from tests.kernels.packed_weights import random_matrix
 
@@ -116,15 +118,24 @@ def test_bias_and_residual(gemms: Gemms, tokens: int) -> None:
     assert np.array_equal(ran.out[0], ran.out[1])
 
 
-def _act(gate: str, g: np.ndarray) -> np.ndarray:
-    if gate == "swiglu":
-        return g / (1 + np.exp(-g))
-    return 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)))
+@pytest.mark.parametrize("tokens", [16, 256])
+@pytest.mark.parametrize("gate", GATES[1:])
+def test_each_activation_is_its_own(gemms: Gemms, gate: str, tokens: int) -> None:
+    """R4: exact GELU is not its tanh form, which the tolerance of f16 operands would not tell from it."""
+    x, matrices, (gate_side, up_side) = exact_operands(40, 96)
+    ran = run_product(gemms, pack(matrices, gated=True), x, gate=gate, tokens=tokens)
+    check_activation(gate, ran.out[0], gate_side, up_side)
 
 
 @pytest.mark.parametrize(
     ("gate", "half", "tokens"),
-    [("swiglu", True, 16), ("swiglu", True, 256), ("swiglu", False, 256), ("geglu", True, 256)],
+    [
+        ("swiglu", True, 16),
+        ("swiglu", True, 256),
+        ("swiglu", False, 256),
+        ("geglu", True, 256),
+        ("geglu_erf", True, 256),
+    ],
 )
 def test_gated(gemms: Gemms, gate: str, half: bool, tokens: int) -> None:
     """act(gate x) * (up x) in the epilogue; an f16 result comes with powers of two and never overflows."""
@@ -136,7 +147,7 @@ def test_gated(gemms: Gemms, gate: str, half: bool, tokens: int) -> None:
     ran = run_product(gemms, pack(matrices, gated=True), x, gate=gate, half=half, tokens=tokens)
     g, u = (x.astype(np.float64) @ dequantized([m]).T for m in matrices)
     with np.errstate(over="ignore"):
-        reference = _act(gate, g) * u
+        reference = true_activation(gate, g) * u
     assert worst_row_error(ran.out[0], reference) < LIMIT
     if half:
         assert ran.scale is not None

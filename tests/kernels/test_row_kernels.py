@@ -5,7 +5,6 @@ Their values on a GPU, and on the machine that needs none, from the same tests w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from frink_numba.kernels.gemm_epilogue import GATES
 from tests.kernels.attention_device import Device, Gpu
 from tests.kernels.attention_machine import MachineDevice
 from tests.kernels.compiling import missing_tools
+from tests.kernels.gate_case import true_activation
 from tests.kernels.row_machine import MachineRows
 
 SOURCES: dict[str, Callable[[bool], Source]] = {
@@ -130,14 +130,6 @@ def test_rows_become_operands(rig: Rig, m: int, cols: int, size: float):
     out = operand(rig, m, cols)
     rig.device.launch(rig.kernels.gemms.half_rows(rig.device.place(x), m, cols, out))
     check_operand(rig, out, x.astype(np.float64))
-
-
-def true_activation(name: str, g: np.ndarray) -> np.ndarray:
-    if name == "geglu_erf":
-        return g * np.vectorize(lambda x: 0.5 * math.erfc(-x / math.sqrt(2)))(g)
-    if name == "geglu":
-        return 0.5 * g * (1 + np.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)))
-    return g * np.where(g > 0, 1, np.exp(np.minimum(g, 0))) / (1 + np.exp(-np.abs(g)))
 
 
 @pytest.mark.parametrize("gate_name", [name for name in GATES if name])

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from frink_numba.kernels.gemm_epilogue import GATES
 from frink_numba.kernels.gemm_pack import pack
 from frink_numba.kernels.thin_gemm import ThinGemms
+from tests.kernels.gate_case import check_activation, exact_operands, true_activation
 from tests.kernels.gemm_device import dequantized, relative_error, worst_row_error
 from tests.kernels.packed_weights import random_matrix
 from tests.kernels.thin_device import run_thin
@@ -112,16 +114,25 @@ def test_bias_and_residual(thins: ThinGemms, m: int, k: int) -> None:
     assert np.array_equal(ran.out[0], ran.out[1])
 
 
-def _act(gate: str, g: np.ndarray) -> np.ndarray:
-    if gate == "swiglu":
-        return g * 0.5 * (1 + np.tanh(g / 2))  # silu, without an exp that overflows
-    return 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)))
+@pytest.mark.parametrize("m", [1, 8, 16])
+@pytest.mark.parametrize("gate", GATES[1:])
+def test_each_activation_is_its_own(thins: ThinGemms, gate: str, m: int) -> None:
+    """R4: exact GELU is not its tanh form, which the tolerance of f16 operands would not tell from it."""
+    x, matrices, (gate_side, up_side) = exact_operands(m, 96)
+    ran = run_thin(thins, pack(matrices, gated=True), x, gate=gate)
+    check_activation(gate, ran.out[0], gate_side, up_side)
 
 
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize(
     ("gate", "half", "m", "k"),
-    [("swiglu", True, 1, 1280), ("swiglu", True, 8, 8192), ("swiglu", False, 3, 1280), ("geglu", True, 16, 1280)],
+    [
+        ("swiglu", True, 1, 1280),
+        ("swiglu", True, 8, 8192),
+        ("swiglu", False, 3, 1280),
+        ("geglu", True, 16, 1280),
+        ("geglu_erf", True, 8, 1280),
+    ],
 )
 def test_gated(thins: ThinGemms, gate: str, half: bool, m: int, k: int, norm: bool) -> None:
     """act(gate x) * (up x) in the epilogue; an f16 result comes with powers of two and never overflows."""
@@ -133,7 +144,7 @@ def test_gated(thins: ThinGemms, gate: str, half: bool, m: int, k: int, norm: bo
         x *= np.exp2(rng.integers(-12, 12, (m, 1))).astype(np.float32)
     operand = x.astype(np.float64) if weight is None else normalized(x, weight, 1e-5)
     gate_side, up_side = (operand @ dequantized([matrix]).T for matrix in matrices)
-    reference = _act(gate, gate_side) * up_side
+    reference = true_activation(gate, gate_side) * up_side
     ran = run_thin(thins, pack(matrices, gated=True), x, gate=gate, half=half, norm=weight, runs=2)
     # Where exp underflows the result vanishes on both sides; the error counts over the whole.
     assert relative_error(ran.out[0], reference) < 1.5e-3
