@@ -193,7 +193,7 @@ def test_the_rotation_of_far_positions(gpu: Rig):
 
 
 def test_rows_of_a_cache_go_into_a_mirror(rig: Rig):
-    """R11: scaled, at the pitch of the heads; a head of K or V that f16 cannot hold is zeros in V, not-a-number in K."""
+    """R11: scaled, at the pitch of the heads; a head that f16 cannot hold is zeros in V, not-a-number in K."""
     rng = np.random.default_rng(3)
     k, v = rng.normal(size=(2, 7, 3, 20)).astype(np.float32)
     v[4, 1, 5] = 1e6
