@@ -123,6 +123,10 @@ class Backend(Protocol):
 
     With FRINK_INVARIANT only backends with a true attribute `invariant` are asked: a row's results, to the bit, are
     then the same in every step that has the same rows before it, whatever else is in the step.
+
+    A backend may answer `few_rows(step) -> (rows, rounding)` for a step of all layers: so many of its rows cost about
+    what one does, and their logits differ from those of steps of one row each by less than `rounding` times the norm
+    of the logits, however many such steps were before; 0.0 if all results, K/V rows too, are the same bits.
     """
 
     name: str

@@ -172,6 +172,23 @@ class Dispatcher:
             for step, made in zip(steps, runs, strict=True)
         ]
 
+    def few_rows(self, step: Step) -> tuple[int, float]:
+        """How many of the step's rows cost about what one does and give what steps of one row each give, and how nearly.
+
+        See `Backend`. (1, 0.0) where no backend that says so serves all layers.
+        """
+        verdicts = self._longest_run(0, step, {})
+        ask = getattr(verdicts[0].backend, "few_rows", None)
+        if ask is None or len(verdicts) < len(self.layers):
+            return 1, 0.0
+        try:
+            rows, rounding = ask(step)
+            rows, rounding = int(rows), float(rounding)
+        except PLUGIN_ERRORS as error:
+            warn_once(f"backend {verdicts[0].backend.name}: few_rows failed: {describe(error)}")
+            return 1, 0.0
+        return (min(rows, step.batch), rounding) if rows > 1 and 0 <= rounding < 1 else (1, 0.0)
+
     def host_bytes(self, nbytes: int) -> np.ndarray:
         """Memory for a cache's rows, uint8 [nbytes], from the first backend that has a kind of its own to give."""
         for backend in self.backends:

@@ -10,19 +10,22 @@ import numpy as np
 
 from frink_numba.backend import Decline, LayerCache, Run, Serve, Step
 from frink_numba.errors import ShapeError
-from frink_numba.host.aligned import aligned, padded
+from frink_numba.host.aligned import WIDTH, aligned, padded
 from frink_numba.host.body import attention, feed_forward
 from frink_numba.host.classify import decline_reason
 from frink_numba.host.layer_kv import LayerKV
 from frink_numba.host.prepare import PreparedLayer, prepare
 from frink_numba.host.rope import RopeTable, rope_table
 from frink_numba.host.scratch import Scratch
+from frink_numba.host.thin_products import FEW
 from frink_numba.host.weights import WeightStore
 from frink_numba.host.workspace import workspace
 from frink_numba.layer import Layer
 
 _FLOAT32 = np.dtype(np.float32)
 _SERVE = Serve()
+# How far logits may be from those of steps of other sizes, to their norm: more than ten times what is measured.
+ROUNDING = 1e-6
 _BLOCK = 512  # tokens that go through a layer at once: bounds the work arrays, whatever the batch
 _SCRATCH_BYTES = 256 << 20  # larger work arrays are not kept between runs
 
@@ -49,6 +52,10 @@ class HostBackend:
     def invariant(self) -> bool:
         """Whether a token's results, to the bit, do not depend on its step (FRINK_INVARIANT)."""
         return self._store.invariant
+
+    def few_rows(self, step: Step) -> tuple[int, float]:
+        """See `Backend`: as many as products take at a time, float32 sums in other orders than those of one row."""
+        return (WIDTH - step.start_pos % WIDTH, 0.0) if self.invariant else (FEW, ROUNDING)
 
     def can_serve(self, l: int, step: Step) -> Serve | Decline:  # noqa: E741
         """Serve, or the reason that the layer, the batch or its cache gives."""

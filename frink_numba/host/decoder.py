@@ -185,6 +185,20 @@ class Decoder:
             cache.advance(len(chosen))
         return chosen
 
+    def few_rows(self, cache: KVCache, most: int) -> tuple[int, float]:
+        """How many rows the next step of `cache` may have, at most `most`, to be a step of one row in all but its rows.
+
+        That is: it costs about as much, and its logits are those of steps of one row each, to the bit (0.0) or but for
+        a rounding, relative to their norm. (1, 0.0) where no backend promises more.
+        """
+        dispatcher = self._open()
+        _check_is_cache(cache)
+        most = min(checked_integer("most", most, 1), cache.context_length - cache.positions)
+        if most <= 1:
+            return 1, 0.0
+        with self._lock:
+            return dispatcher.few_rows(Step(dispatcher.layers, cache, cache.positions, most, edges=self._edges))
+
     def generate(
         self,
         prompt: str | Sequence[int] | Sequence[Mapping[str, object]],
@@ -202,6 +216,7 @@ class Decoder:
         cache: KVCache | None = None,
         chunk_size: int | None = None,
         progress: Progress | None = None,
+        speculate: int = 0,
     ) -> Generation:
         """Continue `prompt`: an iterator of `Piece(token, text)`, with `finish_reason` at its end. See `Generation`.
 
@@ -209,20 +224,24 @@ class Decoder:
         template. `chat` makes a text the one message of a user. `special` recognizes control tokens in a text.
         `max_new_tokens` None: until the model stops or the context is full. `stop`: texts that end the answer and are
         not part of it. Sampling parameters as in `sampling.Sampling`; the default is greedy. `cache`: continue behind
-        what it holds. Bad arguments are refused here, not at the first token.
+        what it holds. `speculate`: draft up to so many tokens from the text so far, which makes greedy answers that
+        repeat something faster and never changes them (`speculation.py`); 3 suits the host, 7 a GPU. Bad arguments are
+        refused here, not at the first token.
         """
         from frink_numba.host.generate import Generation, encode_prompt
         from frink_numba.host.sampling import Sampling
+        from frink_numba.host.speculation import Speculative, checked_speculation
         from frink_numba.host.token_source import usual_source
 
         self._open()
         if cache is not None:
             _check_is_cache(cache)
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        drafted = checked_speculation(speculate, sampling)
         return Generation(
             self,
             encode_prompt(self.model, prompt, chat=chat, special=special, begins=cache is None or not cache.positions),
-            lambda held: usual_source(self, held, sampling),
+            lambda held: Speculative(self, held, drafted) if drafted else usual_source(self, held, sampling),
             max_new_tokens=max_new_tokens,
             stop=stop,
             cache=cache,
