@@ -58,9 +58,12 @@ class Step:
     `logits` of so many of the last rows, and `hidden` None where nothing wants it.
 
     `ahead` n, with `tokens` of one row: the step may go on by itself, each time with the token of the largest of the
-    first `choices` logits (the first of equals, not-a-number before all), until it has chosen n of them. A backend with
-    the attribute `goes_ahead` that runs all layers then answers them as `Run.tokens`, no `logits`, and K/V rows
-    [n, ...] a layer: of the step's token and of all chosen ones but the last. The others get the step without it.
+    first `choices` logits (the first of equals, not-a-number before all), until it has chosen n of them, or fewer. A
+    backend with a true attribute `goes_ahead` that runs all layers may answer these as `Run.tokens`, no `logits`, and
+    as many K/V rows a layer: of the step's token and of all chosen ones but the last. Others get the step without it.
+
+    `targets` int64 [logits], one token for each of the rows whose logits are wanted: a run that ends with the last
+    layer may answer how likely they are, `Run.scores`, in place of logits.
 
     `keep` False: the step is a whole text whose K/V rows nobody keeps. A run may answer `kv_rows` empty, and what the
     caches tell of their rows says nothing of other steps over them.
@@ -79,6 +82,12 @@ class Step:
     keep: bool = True
     ahead: int = 0
     choices: int = 0
+    targets: np.ndarray | None = None
+
+    @property
+    def rows(self) -> int:
+        """New positions at most."""
+        return max(self.batch, self.ahead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +116,8 @@ class Run:
     `hidden` float32 [batch, hidden_dim], C-contiguous; `kv_rows` one (K, V) pair a layer, float32
     [batch, n_kv_heads, head_dim], K after the rotation (R9). `experts` names the experts each layer used; None means
     expert 0 of each (R22). `logits` float32 [step.logits, vocab], where the backend made them (see `Step`). `tokens`
-    int32 [step.ahead], where it went ahead: the chosen ones; those from the first whose logits are not numbers are -1.
+    int32 [1 to step.ahead], where it went ahead: the chosen ones; -1 from the first on whose logits are not numbers.
+    `scores` float32 [step.logits]: natural logarithms of the probabilities of `step.targets`.
     """
 
     hidden: np.ndarray | None
@@ -115,6 +125,7 @@ class Run:
     experts: Sequence[Sequence[int]] | None = None
     logits: np.ndarray | None = None
     tokens: np.ndarray | None = None
+    scores: np.ndarray | None = None
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ from frink_numba.backend import Backend, Decline, Run, Serve, Step
 from frink_numba.errors import BackendError, CacheError, ShapeError
 from frink_numba.layer import Layer
 from frink_numba.log import warn_once
-from frink_numba.plan import Plan, PlanRow, fold
+from frink_numba.plan import Memory, Plan, PlanRow, fold
 from frink_numba.registry import HOST, PLUGIN_ERRORS, Factory, create_backends, describe, resolve_order
 
 
@@ -45,6 +45,7 @@ class StepResult:
     served: list[Served]
     logits: np.ndarray | None = None
     tokens: np.ndarray | None = None
+    scores: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ class Dispatcher:
                 for layer in range(l, l + length):
                     barred.setdefault(layer, []).append((backend.name, failure))
                 continue
-            result.hidden, result.logits, result.tokens = run.hidden, run.logits, run.tokens
+            result.hidden, result.logits, result.tokens, result.scores = run.hidden, run.logits, run.tokens, run.scores
             result.kv_rows += run.kv_rows
             result.experts += [tuple(map(int, used)) for used in run.experts or [(0,)] * length]
             result.served.append(Served(backend.name, l, length))
@@ -168,6 +169,8 @@ class Dispatcher:
                 {last: made.hidden} if last in step.hidden_after and made.hidden is not None else {},
                 [Served(backend.name, 0, layers)],
                 made.logits,
+                made.tokens,
+                made.scores,
             )
             for step, made in zip(steps, runs, strict=True)
         ]
@@ -209,7 +212,22 @@ class Dispatcher:
             verdict = self._verdict(l, step, {})
             name = verdict.backend.name if verdict.backend else None
             rows.append(PlanRow(l, l, name, verdict.note, verdict.declined))
-        return Plan(step.batch, step.start_pos, fold(rows, step.hidden_after), tuple(self.unavailable))
+        folded = fold(rows, step.hidden_after)
+        memory = filter(None, (self._memory(backend, folded, step) for backend in self.backends))
+        return Plan(step.batch, step.start_pos, folded, tuple(self.unavailable), tuple(memory))
+
+    def _memory(self, backend: Backend, rows: Sequence[PlanRow], step: Step) -> Memory | None:
+        """What a backend says that its share of a plan takes; None where it serves nothing or says nothing."""
+        runs = [(row.first, row.last - row.first + 1) for row in rows if row.backend == backend.name]
+        ask = getattr(backend, "memory", None)
+        if not runs or ask is None:
+            return None
+        try:
+            said = ask(runs, step)
+        except PLUGIN_ERRORS as error:
+            warn_once(f"backend {backend.name}: its memory is not known: {describe(error)}")
+            return None
+        return said if isinstance(said, Memory) else None
 
     def _verdict(self, l: int, step: Step, barred: dict[int, list[tuple[str, str]]]) -> _Verdict:  # noqa: E741
         """The first backend of the order that serves `l`, and why those before it do not.
@@ -364,8 +382,8 @@ def _check_hidden(hidden: np.ndarray, step: Step) -> None:
 
 
 def _check_tokens(tokens: np.ndarray, step: Step) -> None:
-    if tokens.shape != (step.ahead,) or tokens.dtype.kind != "i" or not step.ahead:
-        raise ShapeError(f"it answered tokens of {tokens.dtype} {list(tokens.shape)}, not {step.ahead}")
+    if tokens.ndim != 1 or tokens.dtype.kind != "i" or not 1 <= len(tokens) <= step.ahead:
+        raise ShapeError(f"it answered tokens of {tokens.dtype} {list(tokens.shape)}, not up to {step.ahead}")
     if tokens.min() < -1 or tokens.max() >= step.choices:
         raise ShapeError(f"it answered tokens from {tokens.min()} to {tokens.max()}, not below {step.choices}")
 
@@ -375,13 +393,16 @@ def _check_run(run: Run | None, layers: Sequence[Layer], l: int, length: int, st
     if run is None:
         raise ShapeError("host answered no run")
     hidden, last, want = run.hidden, l + length - 1, (step.batch, layers[l].hidden_dim)
-    rows = step.batch if run.tokens is None else step.ahead
+    rows = step.batch if run.tokens is None else len(run.tokens)
     if run.tokens is not None:
         _check_tokens(run.tokens, step)
     if run.logits is not None and (last + 1 < len(layers) or run.logits.shape[:1] != (step.logits,)):
         raise ShapeError(f"it answered logits {list(run.logits.shape)} that nobody asked for")
+    if run.scores is not None and (step.targets is None or run.scores.shape != (step.logits,)):
+        raise ShapeError(f"it answered scores {list(run.scores.shape)} that nobody asked for")
     if hidden is None:
-        wanted = last in step.hidden_after or (step.logits > 0 and run.logits is None and run.tokens is None)
+        made = any(answer is not None for answer in (run.logits, run.tokens, run.scores))
+        wanted = last in step.hidden_after or (step.logits > 0 and not made)
         if last + 1 < len(layers) or step.tokens is None or wanted:
             raise ShapeError("it answered no hidden batch")
     elif hidden.shape != want or hidden.dtype != np.float32:

@@ -17,6 +17,7 @@ from frink_numba.cuda.admission import Admission
 from frink_numba.cuda.body import Ends, KvSource, Rows
 from frink_numba.cuda.classify import decline_reason
 from frink_numba.cuda.device import CudaDevice, open_device
+from frink_numba.cuda.group import Groups
 from frink_numba.cuda.residency import hold_layers, release_holder
 from frink_numba.cuda.runtime import one_line
 from frink_numba.cuda.shapes import check_hidden, check_layer, check_prefix
@@ -25,6 +26,7 @@ from frink_numba.cuda.weights import DeviceLayer
 from frink_numba.errors import BackendUnavailable, DeviceError, ShapeError
 from frink_numba.layer import Layer
 from frink_numba.log import warn_once
+from frink_numba.plan import Memory
 
 
 def create(layers: Sequence[Layer], device: str | None = None) -> CudaBackend:
@@ -50,7 +52,7 @@ class _Settled:
     def holds(self, device: CudaDevice, step: Step) -> bool:
         if self.caches() is not step.caches or self.batch != step.batch:
             return False
-        return step.start_pos + step.batch <= self.positions and self.state == device.state
+        return step.start_pos + step.rows <= self.positions and self.state == device.state
 
 
 class CudaBackend:
@@ -72,6 +74,8 @@ class CudaBackend:
         self._serve = Serve(str(device))
         self._admission = Admission(device, self._layers, served, self._holder)
         self._settled: _Settled | None = None
+        together = len(served) == len(self._layers) > 0 and device.body.most_sequences > 0
+        self._groups = Groups(device, self._layers, self._holder) if together else None
         self._traffic = Traffic()
         self._traffic_lock = threading.Lock()
         # A backend that is dropped without `close` gives its memory back too; at exit the driver does.
@@ -81,6 +85,11 @@ class CudaBackend:
     def chunk_size(self) -> int:
         """Rows of a step that keep the device busy, its scratch within bounds."""
         return self.device.body.chunk_size
+
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether a step of one row may choose tokens by itself."""
+        return self.device.body.most_ahead > 0
 
     @property
     def invariant(self) -> bool:
@@ -179,7 +188,26 @@ class CudaBackend:
         finally:
             with self._traffic_lock:
                 self._traffic.add(traffic)
-        return Run(answer.hidden, answer.rows, logits=answer.logits)
+        return Run(answer.hidden, answer.rows, logits=answer.logits, tokens=answer.tokens)
+
+    def serves_group(self, steps: Sequence[Step]) -> Serve | None:
+        """Serve when all layers of all steps can run at once, so that one call takes them (`run_group`)."""
+        return self._serve if self._groups is not None and self._groups.serves(steps) else None
+
+    def run_group(self, steps: Sequence[Step]) -> list[Run] | None:
+        """Run all layers of steps that `serves_group` serves; None after a failure, which was reported (R21)."""
+        traffic, device = Traffic(), self.device
+        assert self._groups is not None  # it has served them
+        try:
+            with device.working():
+                return self._groups.run(steps, traffic)
+        except Exception as error:  # numba, cuda.core and cuda.bindings each have classes of their own
+            failure = device.problem or device.failed(error)
+            warn_once(f"backend {self.name}: a group failed after it was admitted, its steps run alone: {failure}")
+            return None
+        finally:
+            with self._traffic_lock:
+                self._traffic.add(traffic)
 
     def _rounding_reason(self, cache: LayerCache) -> str | None:
         """Where rows stay float32 within a step, a cache of float16 makes the next step see others."""
@@ -224,8 +252,49 @@ class CudaBackend:
                 return whole
             held = device.body.upload_edges(edges, device.workspace.compute, traffic)
             device.bank.add(held, self._holder)
+        if step.ahead and takes and gives and length == len(self._layers) and not step.hidden_after:
+            ahead = min(step.ahead, device.body.most_ahead)
+            return Ends(step.tokens, held, hidden=False, ahead=ahead, choices=min(step.choices, edges.output.rows))
         wanted = (whole.hidden and not gives) or l + length - 1 in step.hidden_after
         return Ends(step.tokens if takes else None, held, step.logits if gives else 0, wanted)
+
+    def memory(self, runs: Sequence[tuple[int, int]], step: Step) -> Memory:
+        """What the device holds after `step`, in which this backend serves `runs`: (first layer, number of layers).
+
+        To the byte for a step that needs nothing to be dropped first. Asks, and changes nothing.
+        """
+        device, body = self.device, self.device.body
+        own = {id(part) for part in device.bank.held_by(self._holder)}
+        weights = device.bank.nbytes - device.bank.bytes_of_others(self._holder)
+        edges = body.edges_bytes(step.edges) if step.edges is not None and id(step.edges) in own else 0
+        weights -= edges
+        others = device.bank.bytes_of_others(self._holder) + body.mirrored_bytes
+        scratch, kv_rows, page_locked, budget = device.arena_bytes, 0, 0, device.memory.bytes()
+        positions = step.start_pos + step.batch
+        for first, length in runs:
+            numbers, layers = range(first, first + length), self._layers[first : first + length]
+            weights += sum(body.layer_bytes(layer) for layer in layers if id(layer) not in own)
+            exact = body.scratch(layers).nbytes(step.batch, step.start_pos)
+            if exact > scratch:
+                scratch = exact + max(0, min(exact // 4, self._spare(exact, step)))
+            kv_rows += sum(self._admission.mirror(number, step) for number in numbers)
+            # Rows that need more room move, and the block that they leave is kept for other caches.
+            stay = [step.caches[number] for number in numbers if body.room(step.caches[number]) >= positions]
+            others -= sum(map(body.mirror_held, stay))
+            page_locked += sum(_row_bytes(step.caches[number], positions) for number in numbers)
+            wanted = first == 0 or (first + length == len(self._layers) and step.logits > 0)
+            if step.edges is None or edges or not wanted or body.why_not_edges(step.edges) is not None:
+                continue
+            need = body.edges_bytes(step.edges)
+            edges = need if weights + scratch + kv_rows + others + need <= budget else 0
+        return Memory(self.name, weights, edges, scratch, kv_rows, others, budget, page_locked)
+
+    def _spare(self, exact: int, step: Step) -> int:
+        """Bytes by which scratch of `exact` may be larger for steps to come, which spares it to be made anew."""
+        spare = self._admission.spare(step) - exact
+        if self.device.body.mirrors_rows:  # positions do not matter, and no chunk has more rows
+            spare = min(spare, self._admission.most_scratch(step) - exact)
+        return max(0, spare)
 
     def host_bytes(self, nbytes: int) -> np.ndarray:
         """Page-locked host memory, uint8 [nbytes]: K/V rows of a cache that lies there come down without a copy.
@@ -264,7 +333,7 @@ class CudaBackend:
         missing = sum(body.layer_bytes(layer) for layer in layers if bank.find(layer, self._holder) is None)
         for number in range(first, first + len(layers)):
             missing += self._new_rows_bytes(number, step)
-        caches, total = list(step.caches[first : first + len(layers)]), step.start_pos + step.batch
+        caches, total = list(step.caches[first : first + len(layers)]), step.start_pos + step.rows
         # A cache that grows is there twice while its rows are moved; without room for that, they go up again.
         growing = sum(body.mirror_held(cache) for cache in caches if body.room(cache) < total)
         over = bank.nbytes + body.mirrored_bytes + missing + scratch - device.memory.bytes()
@@ -286,7 +355,13 @@ class CudaBackend:
             device.runtime.release()
         resident = hold_layers(device, layers, self._holder, traffic, scratch)
         exact = body.scratch(layers).nbytes(step.batch, step.start_pos)
-        return resident, device.workspace.arena.reserve(exact, max(0, self._admission.spare(step) - exact))
+        return resident, device.workspace.arena.reserve(exact, self._spare(exact, step))
+
+
+def _row_bytes(cache: LayerCache, positions: int) -> int:
+    """Bytes of a layer's K/V rows in the host's cache."""
+    width = cache.key_dim + cache.value_dim
+    return positions * cache.n_kv_heads * width * cache.prefix()[0].dtype.itemsize
 
 
 def _prefix(layer: Layer, cache: LayerCache, start_pos: int) -> Rows:

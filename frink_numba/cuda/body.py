@@ -52,6 +52,9 @@ class Ends:
     tokens: int [batch] to be looked up, in place of a hidden batch; or None. edges: what `Body.upload_edges` made, or
     None when neither is wanted. logits: of so many of the last rows. hidden: whether the hidden batch comes down.
     first: the model's number of the run's first layer, for those who watch.
+
+    ahead: so many tokens are chosen among the first `choices`, the first of them from that of `tokens`, and nothing
+    comes down but these and K/V rows; 0 for an ordinary run.
     """
 
     tokens: np.ndarray | None = None
@@ -59,6 +62,8 @@ class Ends:
     logits: int = 0
     hidden: bool = True
     first: int = 0
+    ahead: int = 0
+    choices: int = 0
 
 
 WHOLE = Ends()
@@ -93,11 +98,15 @@ class Share:
 
 
 class Answer(NamedTuple):
-    """The new hidden batch, each layer's K/V rows float32 [batch, n_kv_heads, head_dim], and logits, where wanted."""
+    """The new hidden batch, each layer's K/V rows float32 [batch, n_kv_heads, head_dim], and logits, where wanted.
+
+    Of a run that goes ahead, K/V rows [ahead, ...], and the tokens int32 [ahead]: see `frink_numba.backend.Run`.
+    """
 
     hidden: np.ndarray | None
     rows: list[Rows]
     logits: np.ndarray | None = None
+    tokens: np.ndarray | None = None
 
 
 class ScratchSize(Protocol):
@@ -139,6 +148,10 @@ class Body(Protocol):
         """Bytes of device memory that the layer's K/V rows of `positions` positions take beside the scratch."""
 
     @property
+    def most_ahead(self) -> int:
+        """Tokens that a run of one row may choose by itself; 0 where the tier cannot."""
+
+    @property
     def mirrors_rows(self) -> bool:
         """Whether K/V rows stay on the device, so that a run need not look at all those before it."""
 
@@ -161,6 +174,28 @@ class Body(Protocol):
 
     def forget_unused(self) -> None:
         """Give back the device memory of K/V rows whose caches are gone."""
+
+    @property
+    def most_sequences(self) -> int:
+        """Sequences of a group; 0: the tier runs none, and has none of the three methods that follow."""
+
+    def group_bytes(self, layers: Sequence[Layer], edges: Edges, members: Sequence[Member]) -> int:
+        """Bytes of scratch of a step of `members` over all of a model's layers."""
+
+    def group_room(self, cache: Any) -> int:
+        """Positions for which a cache of all layers is known to have room on the device; 0 where nothing is known."""
+
+    def run_group(
+        self,
+        work: Workspace,
+        layers: Sequence[Any],
+        edges: Any,
+        members: Sequence[Member],
+        block: Any,
+        traffic: Traffic,
+        hidden: bool,
+    ) -> list[Share]:
+        """Take the tokens of all members through the model; `hidden`: whether the hidden batch comes down."""
 
     def preparing(self, layers: Sequence[Layer]) -> AbstractContextManager[None]:
         """Inside it, `layers` are going to be uploaded, in this order: work that needs no device may go ahead."""

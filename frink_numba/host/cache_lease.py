@@ -53,11 +53,11 @@ class CacheLease(Sequence[Rows]):
     the addresses of the first rows.
     """
 
-    __slots__ = ("__weakref__", "_cache", "_layers", "_moves", "counted", "first", "k", "places", "size", "v")
+    __slots__ = ("__weakref__", "_cache", "_length", "_moves", "counted", "first", "k", "places", "size", "v")
 
-    def __init__(self, cache: KVCache, layers: Sequence[LayerKV], places: Places, moves: int, first: int, n: int):
-        self._cache = weakref.ref(cache)  # whoever remembers a lease must not keep the cache
-        self._layers, self._moves = layers, moves
+    def __init__(self, cache: KVCache, places: Places, moves: int, first: int, n: int):
+        self._cache = weakref.ref(cache)  # whoever remembers a lease must not keep the cache, or a layer of it
+        self._length, self._moves = len(cache), moves
         self.places, self.first, self.size = places, first, n
         self.k = places.k + np.uint64(first) * places.k_pitch
         self.v = places.v + np.uint64(first) * places.v_pitch
@@ -73,7 +73,7 @@ class CacheLease(Sequence[Rows]):
         return self.counted.rows if self.counted is not None else 0
 
     def __len__(self) -> int:
-        return len(self._layers)
+        return self._length
 
     @overload
     def __getitem__(self, index: int) -> Rows: ...
@@ -87,5 +87,5 @@ class CacheLease(Sequence[Rows]):
             raise CacheError("these rows lay in memory that the cache has left since: use them before it changes")
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
-        k, v = self._layers[index].buffers
+        k, v = cache[index].buffers
         return k[self.first : self.first + self.size], v[self.first : self.first + self.size]

@@ -128,7 +128,7 @@ class KVCache(Sequence[LayerKV]):
             for layer in self._layers:
                 layer.void()
         shared.layers_lent, shared.staged = False, 0
-        lease = CacheLease(self, self._layers, self.places, shared.moves, shared.positions, n)
+        lease = CacheLease(self, self.places, shared.moves, shared.positions, n)
         shared.lent = weakref.ref(lease)  # it knows the layers, which know what they share
         return lease
 

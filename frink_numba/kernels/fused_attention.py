@@ -54,7 +54,7 @@ from frink_numba.kernels.fused_attention_plan import (
 )
 from frink_numba.kernels.launch import KernelShelf, Launch, LoadedKernel
 from frink_numba.kernels.qkv_prepare import NORMS, QkvPrepare
-from frink_numba.kernels.tma import heads_map
+from frink_numba.kernels.tma import heads_map, heads_maps
 from frink_numba.layer import RopeLayout
 
 MAX_HEAD_DIM = 256
@@ -293,6 +293,17 @@ class Attention:
             sizes = (mirror.capacity, self.shape.n_kv_heads, self.shape.pitch, self.variant.keys)
             made += [heads_map(mirror.k, *sizes), heads_map(mirror.v, *sizes)]
         return b"".join(made)
+
+    @property
+    def mapped(self) -> bool:
+        """Whether the kernel reads mirrors through tensor maps."""
+        return not isinstance(self.variant, MmaLayout)
+
+    def maps_at(self, k: np.ndarray, v: np.ndarray, capacity: int) -> np.ndarray:
+        """`maps` of many mirrors of one capacity at addresses uint64 [n]: uint64 [n, 2, 16], K's and V's map each."""
+        addresses = np.stack([k, v], axis=1).reshape(-1)
+        made = heads_maps(addresses, capacity, self.shape.n_kv_heads, self.shape.pitch, self.variant.keys)
+        return made.reshape(len(k), 2, -1)
 
     def bind(
         self,

@@ -7,6 +7,7 @@ addresses are the device's too: few blocks fill the bus and leave the multiproce
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,11 @@ ARGUMENTS = (
 )
 
 
-def build() -> tuple[Any, Any]:
+def build(overlap: bool) -> tuple[Any, Any]:
     """The kernel for numba, and its signature."""
     from numba import cuda, types
 
+    from frink_numba.kernels.instructions import wait_for_predecessors
     from frink_numba.kernels.ptx import instruction, numba_type
 
     load_pair = instruction("ld.global.v2.u64 {$0,$1}, [$2];", "u64x2", "u64")
@@ -36,6 +38,8 @@ def build() -> tuple[Any, Any]:
     u32, u64 = types.uint32, types.uint64
 
     def scatter_bytes(table, count):
+        if overlap:
+            wait_for_predecessors()
         thread = u32(cuda.threadIdx.x)
         lane = u64(u32(thread & u32(31)))
         first = u32(u32(cuda.blockIdx.x) * u32(THREADS // 32) + (thread >> u32(5)))
@@ -58,6 +62,6 @@ def build() -> tuple[Any, Any]:
     return scatter_bytes, types.void(*(numba_type(spec) for _, spec in ARGUMENTS))
 
 
-def source() -> Source:
+def source(overlap: bool) -> Source:
     """What to compile."""
-    return Source("scatter_bytes", build, THREADS)
+    return Source(f"scatter_bytes overlap={overlap}", functools.partial(build, overlap), THREADS)

@@ -227,7 +227,9 @@ class FakeRuntime:
         data = _host(target.ctypes.data, target.nbytes)
         self.queue(stream, lambda: np.copyto(data, self.array(address, (data.size,))))
 
-    def fetch_strided(self, first: np.ndarray, pitch: int, count: int, address: int, stream: FakeStream) -> None:
+    def fetch_strided(
+        self, first: np.ndarray, pitch: int, count: int, address: int, stream: FakeStream, source_pitch: int = 0
+    ) -> None:
         self.call("fetch_strided")
         nbytes, start = first.nbytes, first.ctypes.data
         assert pitch >= nbytes
@@ -238,10 +240,16 @@ class FakeRuntime:
         places = [_host(start + pitch * i, nbytes) for i in range(count)]
 
         def copy() -> None:
-            for place, rows in zip(places, self.array(address, (count, nbytes)), strict=True):
-                np.copyto(place, rows)
+            for number, place in enumerate(places):
+                np.copyto(place, self.array(address + number * (source_pitch or nbytes), (nbytes,)))
 
         self.queue(stream, copy)
+
+    def host(self, address: int, nbytes: int) -> np.ndarray:
+        """Page-locked host memory from its address, as kernels reach it."""
+        inside = [b for b in self.pinned if b.ctypes.data <= address and address + nbytes <= b.ctypes.data + b.nbytes]
+        assert inside, f"{nbytes} bytes at {address:#x} are not page-locked"
+        return _host(address, nbytes)
 
     def move(self, target: int, source: int, nbytes: int, stream: FakeStream) -> None:
         self.call("move")

@@ -29,12 +29,13 @@ from frink_numba.kernels import (
     thin_gemm_kernel,
 )
 from frink_numba.kernels.decode_attention import DecodeAttentions
-from frink_numba.kernels.fused_attention import Attention, Attentions
+from frink_numba.kernels.fused_attention import Attention, Attentions, Mirror
 from frink_numba.kernels.fused_attention_plan import MmaLayout
 from frink_numba.kernels.gemm import DeviceWeights, Gemms, WgmmaProduct
 from frink_numba.kernels.gemm_mma import MmaGemm
 from frink_numba.kernels.qkv_prepare import QkvPrepare
 from frink_numba.kernels.sample import Samplers
+from frink_numba.kernels.scatter_bytes import COPY
 from frink_numba.kernels.thin_gemm import ThinGemms
 from frink_numba.kernels.tma import MAP_BYTES
 from tests.cuda import fake_tensor_kernels as compute
@@ -60,8 +61,12 @@ class FakeKernel:
         held = {name: _as_type(kind, value, name) for (name, kind), value in zip(self.arguments, values, strict=True)}
         given, runtime = SimpleNamespace(**held), self.runtime
 
+        def work() -> None:
+            with np.errstate(all="ignore"):  # rows of no sequence hold anything, and no kernel warns
+                self.work(runtime.array, self.variant, blocks, given)
+
         def launch(handle: int) -> None:
-            runtime.launch(handle, self.name, lambda: self.work(runtime.array, self.variant, blocks, given))
+            runtime.launch(handle, self.name, work)
 
         return launch
 
@@ -128,6 +133,10 @@ class _MappedAttention(Attention):
         assert not any(address % 16 for _, address in pairs)
         return b"".join(_map(address, mirror.capacity, width, 2 * width) for mirror, address in pairs)
 
+    def maps_at(self, k: np.ndarray, v: np.ndarray, capacity: int) -> np.ndarray:
+        mirrors = [Mirror(int(a), int(b), capacity) for a, b in zip(k, v, strict=True)]
+        return np.frombuffer(self.maps(mirrors), np.uint64).reshape(len(k), 2, -1)
+
 
 class FakeThins(ThinGemms):
     def __init__(self, runtime: FakeRuntime, *device: Any) -> None:
@@ -160,6 +169,9 @@ class FakeSamplers(Samplers):
         work = lambda: compute.embed(runtime.array, weights, ids, m, hidden, scale)  # noqa: E731
         return lambda handle: runtime.launch(handle, "embed", work)
 
+    def _kernel(self, source: Any, arguments: Any) -> Any:
+        return FakeKernel(self._runtime, source.name.split()[0], arguments, None, compute.argmax)
+
 
 class FakeTensorKernels(TensorKernels):
     def __init__(self, runtime: FakeRuntime, tier: str, multiprocessors: int, invariant: bool = False) -> None:
@@ -171,6 +183,19 @@ class FakeTensorKernels(TensorKernels):
         self.attentions = FakeAttentions(runtime, tier, capability, multiprocessors)
         self.decodes = FakeDecodes(runtime, capability, multiprocessors)
         self.samplers = FakeSamplers(runtime, capability)
+
+    def scatter_bytes(self, blocks: int, table: int, count: int) -> Any:
+        runtime = self._runtime
+
+        def work() -> None:
+            for record in runtime.array(table, (count,), COPY):
+                nbytes = int(record["nbytes"])
+                if nbytes:
+                    source = runtime.array(int(record["source"]), (nbytes,))
+                    runtime.down += nbytes
+                    np.copyto(runtime.host(int(record["target"]), nbytes), source)
+
+        return lambda handle: runtime.launch(handle, "scatter_bytes", work)
 
     def _kernel(self, source: Any, arguments: Any) -> Any:
         name, *rest = source.name.split()

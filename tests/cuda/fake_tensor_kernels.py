@@ -20,6 +20,7 @@ from frink_numba.kernels.fused_attention_wgmma import WORKSPACE_BYTES
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, SLAB, STEP
 from frink_numba.kernels.gemm_pack import PackedMatrix
 from frink_numba.kernels.gemm_variant import FLAG_BYTES
+from frink_numba.kernels.sample_kernels import ARGMAX_BLOCKS
 from frink_numba.layer import RopeLayout
 from tests.kernels.packed_weights import unpack
 
@@ -139,6 +140,36 @@ def embed(memory: Memory, weights: Any, ids: int, m: int, hidden: int, scale: fl
     memory(hidden, (m, weights.cols), F32)[...] = table[chosen] * scale
 
 
+def gather_rows(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> None:
+    for at, row in enumerate(memory(a.rows, (blocks,), np.int32)):
+        memory(a.out + 4 * a.cols * at, (a.cols,), F32)[...] = memory(a.x + 4 * a.cols * int(row), (a.cols,), F32)
+
+
+def log_likelihood(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> None:
+    logits = memory(a.logits, (blocks, a.count), F32).astype(np.float64)
+    chosen = logits[np.arange(blocks), memory(a.tokens, (blocks,), np.int32)]
+    top = logits.max(axis=1)
+    memory(a.out, (blocks,), F32)[...] = chosen - top - np.log(np.exp(logits - top[:, None]).sum(axis=1))
+
+
+def argmax(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> None:
+    m, rest = divmod(blocks, ARGMAX_BLOCKS)
+    assert not rest
+    assert not memory(a.workspace, (16 * m,)).any(), "the workspace of a choice is not 0"
+    logits = memory(a.logits, (m, a.pitch), F32)[:, : a.count]
+    chosen = logits.argmax(axis=1)
+    memory(a.ids, (m,), np.int32)[...] = chosen
+    if not a.answers:
+        return
+    done, answers = memory(a.done, (m,), np.int32), memory(a.answers, (m, a.most), np.int32)
+    answers[np.arange(m), done] = np.where(np.isnan(logits).any(axis=1), -1, chosen)
+    done += 1
+    memory(a.positions, (m,), np.int32)[...] += 1
+    records = memory(a.records, (a.layers, m), SEQUENCE)
+    records["start_pos"] += 1
+    records["kv_row"] += 1
+
+
 # --- products ---
 
 
@@ -248,18 +279,32 @@ def _angles(memory: Memory, a: SimpleNamespace, m: int, rot_dim: int) -> tuple[A
     return tuple(memory(address, (m, 1, rot_dim // 2), F32).astype(np.float64) for address in (a.cos, a.sin))
 
 
-def _record(memory: Memory, table: int) -> Any:
-    record = memory(table, (1,), SEQUENCE)[0]
-    assert record["first_row"] == 0
-    return record
+def _records(memory: Memory, table: int, count: int) -> list[tuple[slice, int, dict[str, int]]]:
+    """(rows of the batch, position of the first, mirrors) of every sequence that has rows."""
+    found, taken = [], set()
+    for record in memory(table, (count,), SEQUENCE):
+        first, rows, start = (int(record[name]) for name in ("first_row", "rows", "start_pos"))
+        if rows:
+            assert taken.isdisjoint(range(first, first + rows)), "two sequences have a row in common"
+            taken |= set(range(first, first + rows))
+            bases = {name: int(record[name]) for name in ("k_base", "v_base")}
+            found.append((slice(first, first + rows), start, bases))
+    assert found
+    return found
+
+
+def _row_of_rows(memory: Memory, table: int, count: int, first: int) -> int:
+    """Where the float32 rows of the sequence whose first row is `first` are put."""
+    records = memory(table, (count,), SEQUENCE)
+    (record,) = records[(records["first_row"] == first) & (records["rows"] > 0)]
+    return first + int(record["kv_row"])
 
 
 def prepare(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> None:
     m, d = blocks // a.blocks_per_row, variant.head_dim
-    assert a.sequences == 1
-    record, pitch = _record(memory, a.table), a.source_pitch // 4
+    records, pitch = _records(memory, a.table, a.sequences), a.source_pitch // 4
     heads, kv = a.n_heads, a.n_kv_heads
-    assert record["rows"] == m
+    assert all(rows.stop <= m for rows, _, _ in records)
     whole = memory(a.q_source, (m, pitch), F32).astype(np.float64)
     assert (a.k_source, a.v_source) == (a.q_source + 4 * heads * d, a.q_source + 4 * (heads + kv) * d)
     q, k, v = (part.reshape(m, -1, d) for part in np.split(whole, [heads * d, (heads + kv) * d], axis=1))
@@ -271,11 +316,14 @@ def prepare(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> No
     rest = (variant.norm == "whole", variant.norm_last, a.eps, variant.layout, cos, sin)
     q, k = _turned(q, norms[0], *rest), _turned(k, norms[1], *rest)
     memory(a.q, (m, heads, variant.pitch), F16)[..., :d] = _as_half(q * a.q_inverse)
-    memory(a.k_rows, (m, kv, d), F32)[...] = k
-    memory(a.v_rows, (m, kv, d), F32)[...] = v
-    row = 2 * kv * variant.pitch * int(record["start_pos"])
-    mirrors = [memory(int(record[base]) + row, (m, kv, variant.pitch), F16)[..., :d] for base in ("k_base", "v_base")]
-    _store_kv(k * a.k_inverse, v * a.v_inverse, *mirrors)
+    for rows, _, _ in records if a.k_rows else ():
+        place = 4 * _row_of_rows(memory, a.table, a.sequences, rows.start) * kv * d
+        memory(a.k_rows + place, k[rows].shape, F32)[...] = k[rows]
+        memory(a.v_rows + place, v[rows].shape, F32)[...] = v[rows]
+    for rows, start, bases in records:
+        at, shape = 2 * kv * variant.pitch * start, (rows.stop - rows.start, kv, variant.pitch)
+        mirrors = [memory(base + at, shape, F16)[..., :d] for base in bases.values()]
+        _store_kv(k[rows] * a.k_inverse, v[rows] * a.v_inverse, *mirrors)
 
 
 def _attend(
@@ -303,40 +351,65 @@ def _attend(
 
 
 def attention(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> None:
-    record, d = _record(memory, a.table), variant.head_dim
-    pitch, start, m = -(-d // 8) * 8, int(record["start_pos"]), int(record["rows"])
-    assert (a.sequences, a.group) == (1, a.n_heads // a.n_kv_heads)
-    bases = [int(record["k_base"]), int(record["v_base"])]
-    if not isinstance(variant, MmaLayout):
+    d, heads, kv = variant.head_dim, a.n_heads, a.n_kv_heads
+    pitch = -(-d // 8) * 8
+    assert a.group == heads // kv
+    records, mapped = _records(memory, a.table, a.sequences), not isinstance(variant, MmaLayout)
+    if mapped:
         assert not memory(a.workspace, (WORKSPACE_BYTES,)).any(), "the attention's counters are not zero"
-        maps = memory(a.maps, (2, 16), np.uint64)
         assert a.maps % 64 == 0
-        assert maps[:, 0].tolist() == bases, "the maps are those of other mirrors"
-        assert (maps[:, 1] >= start + m).all(), "the mirror is too short"
-    k, v = (memory(base, (start + m, a.n_kv_heads, pitch), F16)[..., :d].astype(np.float64) for base in bases)
-    q = memory(a.q, (m, a.n_heads, pitch), F16)[..., :d].astype(np.float64)
+        maps = memory(a.maps, (a.sequences, 2, 16), np.uint64)
+        used = [number for number, record in enumerate(memory(a.table, (a.sequences,), SEQUENCE)) if record["rows"]]
 
     def score(product: np.ndarray) -> np.ndarray:
         return a.factor * (np.tanh(product * a.inner / (2 * LOG2E)) if variant.capped else product)
 
-    sinks = memory(a.sinks, (a.n_heads,), F32) if a.sinks else None
-    values = _attend(q, k, v, start, a.window if variant.windowed else 0, score, sinks)
-    memory(a.out, values.shape, F16)[...] = _as_half(values)
+    sinks = memory(a.sinks, (heads,), F32) if a.sinks else None
+    for number, (rows, start, bases) in enumerate(records):
+        m = rows.stop - rows.start
+        if mapped:
+            pair = maps[used[number]]
+            assert pair[:, 0].tolist() == list(bases.values()), "the maps are those of other mirrors"
+            assert (pair[:, 1] >= start + m).all(), "the mirror is too short"
+            reach = min(int(pair[0, 1]), -(-(start + m) // variant.keys) * variant.keys)
+            box = memory(bases["v_base"], (reach, kv, pitch), F16)
+            assert np.isfinite(box).all(), "a box of V holds what is no number: times zero it spoils a sum"
+        k, v = (memory(base, (start + m, kv, pitch), F16)[..., :d].astype(np.float64) for base in bases.values())
+        q = memory(a.q + 2 * rows.start * heads * pitch, (m, heads, pitch), F16)[..., :d].astype(np.float64)
+        values = _attend(q, k, v, start, a.window if variant.windowed else 0, score, sinks)
+        memory(a.out + 2 * rows.start * heads * d, values.shape, F16)[...] = _as_half(values)
 
 
 def decode_attention(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> None:
-    record, d = _record(memory, a.table), variant.head_dim
-    start, m, heads, kv = int(record["start_pos"]), int(record["rows"]), a.n_heads, a.n_kv_heads
-    whole = memory(a.qkv, (m, heads + 2 * kv, d), F32).astype(np.float64)
-    cos, sin = _angles(memory, a, m, variant.rot_dim)
+    tasks = blocks // a.parts
+    sequences = tasks // (a.tiles * a.n_kv_heads)
+    records = _records(memory, a.table, sequences)
+    for rows, start, bases in records:
+        assert (rows.stop - rows.start) * a.n_heads // a.n_kv_heads <= a.tiles * variant.queries, "rows without a tile"
+        _decode_sequence(memory, variant, a, sequences, rows, start, list(bases.values()))
+    counters = memory(a.workspace, (a.sums_at,))
+    assert not counters.any(), "the counters of a decode attention are not zero"
+    memory(a.workspace + a.sums_at, (a.states_at + tasks * a.parts * variant.queries * 8 - a.sums_at,))[...] = 0xFF
+
+
+def _decode_sequence(
+    memory: Memory, variant: Any, a: SimpleNamespace, sequences: int, rows: slice, start: int, bases: list[int]
+) -> None:
+    d, m, heads, kv = variant.head_dim, rows.stop - rows.start, a.n_heads, a.n_kv_heads
+    pairs = variant.rot_dim // 2
+    whole = memory(a.qkv + 4 * rows.start * (heads + 2 * kv) * d, (m, heads + 2 * kv, d), F32).astype(np.float64)
+    own = SimpleNamespace(cos=a.cos + 4 * rows.start * pairs, sin=a.sin + 4 * rows.start * pairs)
+    cos, sin = _angles(memory, own, m, variant.rot_dim)
     rest = (False, variant.norm_last, a.eps, variant.layout, cos, sin)
     q = _turned(whole[:, :heads], memory(a.q_norm, (d,), F32) if variant.q_norm else None, *rest)
     q = _as_half(q).astype(np.float64)
     k = _turned(whole[:, heads : heads + kv], memory(a.k_norm, (d,), F32) if variant.k_norm else None, *rest)
     v = whole[:, heads + kv :]
-    memory(a.k_rows, (m, kv, d), F32)[...] = k
-    memory(a.v_rows, (m, kv, d), F32)[...] = v
-    mirrors = [memory(int(record[base]), (start + m, kv, d), F16) for base in ("k_base", "v_base")]
+    if a.k_rows:
+        place = 4 * _row_of_rows(memory, a.table, sequences, rows.start) * kv * d
+        memory(a.k_rows + place, (m, kv, d), F32)[...] = k
+        memory(a.v_rows + place, (m, kv, d), F32)[...] = v
+    mirrors = [memory(base, (start + m, kv, d), F16) for base in bases]
     _store_kv(k * a.k_factor, v * a.v_factor, *(mirror[start:] for mirror in mirrors))
 
     def score(product: np.ndarray) -> np.ndarray:
@@ -345,8 +418,4 @@ def decode_attention(memory: Memory, variant: Any, blocks: int, a: SimpleNamespa
     sinks = memory(a.sinks, (heads,), F32) if a.sinks else None
     keys, held = (mirror.astype(np.float64) for mirror in mirrors)
     values = _attend(q, keys, held, start, a.window, score, sinks)
-    memory(a.out, values.shape, F16)[...] = _as_half(values)
-    counters = memory(a.workspace, (a.sums_at,))
-    assert not counters.any(), "the counters of a decode attention are not zero"
-    tasks = a.tiles * kv
-    memory(a.workspace + a.sums_at, (a.states_at + tasks * a.parts * variant.queries * 8 - a.sums_at,))[...] = 0xFF
+    memory(a.out + 2 * rows.start * heads * d, values.shape, F16)[...] = _as_half(values)

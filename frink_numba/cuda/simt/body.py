@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from frink_numba.backend import Edges
-from frink_numba.cuda.body import WHOLE, Answer, Ends, KvSource, ScratchSize
+from frink_numba.cuda.body import WHOLE, Answer, Ends, KvSource, Member, ScratchSize, Share
 from frink_numba.cuda.runtime import Runtime
 from frink_numba.cuda.simt.launchers import Launchers
 from frink_numba.cuda.simt.run import run_layers
@@ -29,6 +29,7 @@ class SimtBody:
     mirrored_bytes = 0
     changes = 0
     chunk_size = 512
+    most_ahead = 0
     mirrors_rows = False
 
     def __init__(self, runtime: Runtime, launchers: Launchers, *, invariant: bool = False) -> None:
@@ -62,6 +63,26 @@ class SimtBody:
 
     def forget(self, nbytes: int, keep: Sequence[Any] = ()) -> None:
         """There is nothing to forget."""
+
+    most_sequences = 0
+
+    def group_bytes(self, layers: Sequence[Layer], edges: Edges, members: Sequence[Member]) -> int:
+        raise NotImplementedError  # it runs no groups
+
+    def group_room(self, cache: Any) -> int:
+        raise NotImplementedError
+
+    def run_group(
+        self,
+        work: Workspace,
+        layers: Sequence[Any],
+        edges: Any,
+        members: Sequence[Member],
+        block: Any,
+        traffic: Traffic,
+        hidden: bool,
+    ) -> list[Share]:
+        raise NotImplementedError
 
     def forget_unused(self) -> None:
         """As `forget`."""

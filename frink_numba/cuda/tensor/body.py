@@ -6,27 +6,37 @@ calling thread waits once, at the end (R8). Rows go straight into the host's cac
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from frink_numba.backend import Edges
 from frink_numba.cuda.arena import Carver, float_bytes
-from frink_numba.cuda.body import WHOLE, Answer, Ends, KvSource
+from frink_numba.cuda.body import WHOLE, Answer, Ends, KvSource, Member, Share
 from frink_numba.cuda.ranges import Ranges, open_ranges
 from frink_numba.cuda.runtime import Runtime
 from frink_numba.cuda.shapes import LayerShape
-from frink_numba.cuda.tensor.edges import TensorEdges, decline_edges, edges_bytes, upload_edges
+from frink_numba.cuda.tensor.ahead import go_ahead
+from frink_numba.cuda.tensor.edges import TensorEdges, decline_edges, edges_bytes, logits_rows, upload_edges
+from frink_numba.cuda.tensor.group import GroupRun
+from frink_numba.cuda.tensor.group_program import MOST_SEQUENCES, GroupProgram, GroupScratch, GroupShape
 from frink_numba.cuda.tensor.lifts import lifted
 from frink_numba.cuda.tensor.mirror import Mirror, Mirrors
 from frink_numba.cuda.tensor.pack_ahead import PackAhead
-from frink_numba.cuda.tensor.program import Head, Program, Segment
-from frink_numba.cuda.tensor.scratch import ATTENTION_WORKSPACE, COUNTERS, STAGED_ROWS, TensorScratch, workspace_bytes
+from frink_numba.cuda.tensor.program import Program, launch
+from frink_numba.cuda.tensor.row_targets import RowTargets, Target
+from frink_numba.cuda.tensor.scratch import (
+    AHEAD_ROWS,
+    ATTENTION_WORKSPACE,
+    COUNTERS,
+    STAGED_ROWS,
+    TensorScratch,
+    workspace_bytes,
+)
 from frink_numba.cuda.tensor.weights import TensorLayer, decline, layer_bytes, upload_layer
 from frink_numba.cuda.traffic import Traffic
 from frink_numba.errors import DeviceError
@@ -37,7 +47,6 @@ if TYPE_CHECKING:
     from frink_numba.cuda.device import Workspace
 
 _PROGRAMS = 8  # kept
-_MOST_PITCH = 1 << 31  # bytes from row to row of a copy, that the driver takes
 
 
 class TensorBody:
@@ -51,11 +60,14 @@ class TensorBody:
         self._ranges = open_ranges()
         self._ahead: PackAhead | None = None  # while layers go up
         self._programs: OrderedDict[Any, Program] = OrderedDict()
+        self._group_programs: OrderedDict[Any, GroupProgram] = OrderedDict()
         self._zeroed: weakref.ref[Any] | None = None  # the scratch block whose counters are known to be zero
 
     least_batch = 1
+    most_sequences = MOST_SEQUENCES
     chunk_size = 2048
     mirrors_rows = True
+    most_ahead = AHEAD_ROWS
 
     @property
     def tier(self) -> str:
@@ -112,6 +124,7 @@ class TensorBody:
 
     def dropped(self) -> None:
         self._programs.clear()
+        self._group_programs.clear()
         self._zeroed = None
 
     @contextmanager
@@ -145,7 +158,7 @@ class TensorBody:
         run, mirrors = _Run(self.runtime, work, traffic, self._ranges), list[Mirror]()
         try:
             zeroed, self._zeroed = self._zeroed, None
-            total = start_pos + batch
+            total = start_pos + max(batch, ends.ahead)
             shapes, caches = [layer.shape for layer in layers], [source.cache for source in sources]
             mirrors = self._mirrors.take(shapes, caches, total, work.compute)
             program = self._program(layers, mirrors, batch, self.runtime.address(block), ends)
@@ -153,7 +166,11 @@ class TensorBody:
                 self.runtime.zero(program.counters, ATTENTION_WORKSPACE + COUNTERS, work.compute)
             for layer, mirror, source in zip(layers, mirrors, sources, strict=True):
                 self._complete(layer, mirror, source, start_pos, program.staging, work, traffic)
-            answer = run.go(program, layers, mirrors, hidden, sources, start_pos, ends)
+            if ends.ahead:
+                how = (self.runtime, work, traffic, self._ranges)
+                answer = go_ahead(*how, program, layers, mirrors, sources, start_pos, ends)
+            else:
+                answer = run.go(program, layers, mirrors, hidden, sources, start_pos, ends)
             self._zeroed = weakref.ref(block)
             return answer
         except BaseException:  # a keyboard interrupt too: memory that the device still writes to must not be reused
@@ -162,16 +179,74 @@ class TensorBody:
             self.runtime.drain()
             raise
 
+    def group_bytes(self, layers: Sequence[Layer], edges: Edges, members: Sequence[Member]) -> int:
+        """Bytes of scratch of a step of these members over all `layers`."""
+        return self._group_scratch(layers, edges, GroupShape.of(members)).nbytes()
+
+    def group_room(self, cache: Any) -> int:
+        """Positions for which a cache of all layers is known to have room on the device."""
+        return self._mirrors.whole_room(cache)
+
+    def run_group(
+        self,
+        work: Workspace,
+        layers: Sequence[TensorLayer],
+        edges: TensorEdges,
+        members: Sequence[Member],
+        block: Any,
+        traffic: Traffic,
+        hidden: bool,
+    ) -> list[Share]:
+        """Take the members' tokens through all layers of the model; `hidden`: whether the hidden batch comes down."""
+        shape, base = GroupShape.of(members), self.runtime.address(block)
+        run = GroupRun(self.runtime, self._mirrors, work, layers, members, traffic, self._ranges)
+        try:
+            zeroed, self._zeroed = self._zeroed, None
+            run.take_mirrors()
+            key = (shape, base, edges.serial, *[layer.serial for layer in layers])
+            program = self._group_programs.get(key)
+            if program is None:
+                scratch = self._group_scratch([layer.layer for layer in layers], edges.layer, shape)
+                program = GroupProgram(self.kernels, scratch, layers, base, edges)
+                self._group_programs[key] = program
+                if len(self._group_programs) > _PROGRAMS:
+                    self._group_programs.popitem(last=False)
+            self._group_programs.move_to_end(key)
+            if zeroed is None or zeroed() is not block:
+                self.runtime.zero(program.counters, ATTENTION_WORKSPACE + COUNTERS, work.compute)
+            for layer, mirror, source, start_pos in run.incomplete():
+                self._complete(layer, mirror, source, start_pos, program.staging, work, traffic)
+            shares = run.go(program, edges, hidden)
+            self._zeroed = weakref.ref(block)
+            return shares
+        except BaseException:  # a keyboard interrupt too: memory that the device still writes to must not be reused
+            run.forget()
+            self.runtime.drain()
+            raise
+
+    def _group_scratch(self, layers: Sequence[Layer], edges: Edges, shape: GroupShape) -> GroupScratch:
+        return GroupScratch(self.scratch(layers), shape, logits_rows(edges))
+
     def _program(
         self, layers: Sequence[TensorLayer], mirrors: Sequence[Mirror], m: int, base: int, ends: Ends
     ) -> Program:
-        what = (m, base, None if ends.edges is None else ends.edges.serial, ends.tokens is None, ends.logits)
+        edges = None if ends.edges is None else ends.edges.serial
+        what = (m, base, edges, ends.tokens is None, ends.logits, ends.choices)
         key = (what, *[x.serial for x in layers], *[x.k for x in mirrors], *[x.capacity for x in mirrors])
         program = self._programs.get(key)
         if program is None:
             scratch = self.scratch([layer.layer for layer in layers])
             program = Program(
-                self.kernels, scratch, layers, mirrors, m, base, ends.edges, ends.tokens is not None, ends.logits
+                self.kernels,
+                scratch,
+                layers,
+                mirrors,
+                m,
+                base,
+                ends.edges,
+                ends.tokens is not None,
+                ends.logits,
+                ends.choices,
             )
             self._programs[key] = program
             if len(self._programs) > _PROGRAMS:
@@ -220,15 +295,6 @@ def _there(array: np.ndarray | None) -> np.ndarray:
     return array
 
 
-class _Target(NamedTuple):
-    """Where a layer's new rows go, and the addresses of that memory."""
-
-    k: np.ndarray
-    v: np.ndarray
-    k_address: int
-    v_address: int
-
-
 class _Run:
     """One run: the hidden batch up, the launches, K/V rows and the hidden batch down."""
 
@@ -261,25 +327,25 @@ class _Run:
                 hidden = answer
             runtime.send(program.hidden, _there(hidden), stream)
             traffic.hidden_up += _there(hidden).nbytes
-        targets: list[_Target] = []
+        rows, targets = RowTargets(runtime, work, traffic), list[Target]()
         for number, segment in enumerate(program.segments):
             slot = number % 2
             if number >= 2:  # the rows of the segment that was here before must be down
                 runtime.wait(work.rows_down[slot], stream)
-            self._launch(segment, ends.first)
+            launch(segment, runtime, stream, self._ranges, ends.first)
             if not number:  # while the device is at work
-                targets = self._targets(layers, mirrors, sources, program.rows)
+                targets = rows.take(layers, mirrors, sources, program.rows)
                 if ends.logits:
                     vocabulary = ends.edges.output.rows
                     logits = Carver(lend(float_bytes(ends.logits * vocabulary))).array((ends.logits, vocabulary))
             runtime.record(work.rows_ready[slot], stream)
             runtime.wait(work.rows_ready[slot], work.downloads)
-            self._fetch(targets[segment.first : segment.last], segment.rows)
+            rows.fetch(targets[segment.first : segment.last], segment.rows, work.downloads, program.rows)
             runtime.record(work.rows_down[slot], work.downloads)
         for slot in range(min(2, len(program.segments))):
             runtime.wait(work.rows_down[slot], stream)
         for head in program.heads:
-            self._launch(head, ends.first)
+            launch(head, runtime, stream, self._ranges, ends.first)
             part = _there(logits)[head.first : head.last]
             runtime.fetch(part, ends.edges.logits, stream)
             traffic.logits_down += part.nbytes
@@ -289,70 +355,5 @@ class _Run:
         runtime.synchronize(stream)
         traffic.synchronizations += 1
         traffic.runs += 1
-        rows = [(target.k, target.v) for target in targets]
-        return Answer(answer if ends.hidden else None, rows, logits)
-
-    def _launch(self, part: Segment | Head, first: int) -> None:
-        """All launches of a part as one, or one by one where somebody watches."""
-        stream = self._work.compute
-        if self._ranges is not None:
-            self._ranges.launch(part.launches, self._runtime.handle(stream), first)
-            return
-        if part.replay is None:
-            part.replay = self._runtime.graph(stream, part.launches)
-        part.replay()
-
-    def _fetch(self, targets: Sequence[_Target], address: int) -> None:
-        """The rows of a segment come down: in one copy where the targets lie at equal distances in one block."""
-        nbytes, block = targets[0].k.nbytes, targets[0].k.base
-        places = [place for target in targets for place in (target.k_address, target.v_address)]
-        alike = all(
-            target.k.nbytes == nbytes == target.v.nbytes and target.k.base is block and target.v.base is block
-            for target in targets
-        )
-        pitch = places[1] - places[0]
-        even = nbytes <= pitch < _MOST_PITCH
-        if alike and even and places == list(range(places[0], places[0] + pitch * len(places), pitch)):
-            self._traffic.kv_down += nbytes * len(places)
-            self._runtime.fetch_strided(targets[0].k, pitch, len(places), address, self._work.downloads)
-            return
-        for target in targets:
-            for rows in (target.k, target.v):
-                self._traffic.kv_down += rows.nbytes
-                self._runtime.fetch(rows, address, self._work.downloads)
-                address += rows.nbytes
-
-    def _targets(
-        self, layers: Sequence[TensorLayer], mirrors: Sequence[Mirror], sources: Sequence[KvSource], batch: int
-    ) -> list[_Target]:
-        """Where each layer's new rows go: the cache's tail if the device can write there, else memory of the run."""
-        targets: list[_Target | None] = []
-        for mirror, source in zip(mirrors, sources, strict=True):
-            lend = getattr(source.cache, "lend", None)
-            lease = lend(batch) if lend is not None else None
-            if lease is not None and not self._writable(mirror, lease):
-                lease = None
-            mirror.lease = lease
-            targets.append(None if lease is None else _Target(lease.k, lease.v, lease.k_address, lease.v_address))
-        missing = [layer.shape for layer, target in zip(layers, targets, strict=True) if target is None]
-        if not missing:
-            return [target for target in targets if target is not None]
-        lent = self._work.pinned.lend(float_bytes(*(batch * shape.kv_width for shape in missing for _ in "kv")))
-        carver, out = Carver(lent), []
-        for layer, target in zip(layers, targets, strict=True):
-            if target is None:
-                shape = (batch, layer.shape.n_kv_heads, layer.shape.head_dim)
-                k, v = carver.array(shape), carver.array(shape)
-                target = _Target(k, v, k.ctypes.data, v.ctypes.data)
-            out.append(target)
-        return out
-
-    def _writable(self, mirror: Mirror, lease: Any) -> bool:
-        """Whether the device can copy rows straight into a lease: float32 in page-locked memory."""
-        owners = (lease.k.base, lease.v.base)
-        if mirror.owners is not None and all(map(operator.is_, mirror.owners, owners)):
-            return True
-        pinned = self._work.pinned
-        fits = lease.k.dtype == np.float32 and pinned.owns(lease.k) and pinned.owns(lease.v)
-        mirror.owners = owners if fits and all(owner is not None for owner in owners) else None
-        return fits
+        new = [(target.k, target.v) for target in targets]
+        return Answer(answer if ends.hidden else None, new, logits)

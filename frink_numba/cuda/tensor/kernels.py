@@ -8,7 +8,16 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from frink_numba.kernels import gated_half, mirror_rows, norm_add, norm_half, rope_rows
+from frink_numba.kernels import (
+    gated_half,
+    gather_rows,
+    log_likelihood,
+    mirror_rows,
+    norm_add,
+    norm_half,
+    rope_rows,
+    scatter_bytes,
+)
 from frink_numba.kernels.cubins import Source
 from frink_numba.kernels.decode_attention import DecodeAttentions
 from frink_numba.kernels.fused_attention import Attentions
@@ -75,6 +84,19 @@ class TensorKernels:
         kernel = self._kernel(mirror_rows.source(self._overlap), mirror_rows.ARGUMENTS)
         inverse = (1.0 / scales[0], 1.0 / scales[1])
         return kernel.bind(n, *sources, *targets, *inverse, heads * head_dim, head_dim, pitch)
+
+    def gather_rows(self, count: int, cols: int, x: int, rows: int, out: int) -> Launch:
+        """Rows of float32 [any, cols], named by int32 [count], to float32 [count, cols]."""
+        return self._kernel(gather_rows.source(self._overlap), gather_rows.ARGUMENTS).bind(count, x, rows, out, cols)
+
+    def log_likelihood(self, m: int, count: int, logits: int, tokens: int, out: int) -> Launch:
+        """Logarithms float32 [m] of the softmax of float32 [m, count] at int32 tokens [m]."""
+        kernel = self._kernel(log_likelihood.source(self._overlap), log_likelihood.ARGUMENTS)
+        return kernel.bind(m, logits, tokens, out, count)
+
+    def scatter_bytes(self, blocks: int, table: int, count: int) -> Launch:
+        """The copies that a table of `count` records of `scatter_bytes.COPY` names."""
+        return self._kernel(scatter_bytes.source(self._overlap), scatter_bytes.ARGUMENTS).bind(blocks, table, count)
 
     def _kernel(self, source: Source, arguments: Any) -> LoadedKernel:
         return self._shelf.kernel(source, arguments, overlap=self._overlap)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -81,7 +81,8 @@ class Whole:
     version: int = 0
     lease: Any = None
     fresh: bool = False
-    maps: dict[Any, np.ndarray] = field(default_factory=dict)  # of `k` and `v`, by what else they depend on
+    places: Any = None  # of the cache's rows when it was last found out whether a device can write there
+    writable: bool = False
 
     def known_rows(self, cache: Any) -> int:
         """How many of the first rows equal the cache's now, in every layer."""

@@ -11,13 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from frink_numba.cuda.ranges import Ranges
+from frink_numba.cuda.runtime import Runtime
 from frink_numba.cuda.tensor.edges import TensorEdges
 from frink_numba.cuda.tensor.launches import Launches, Op
 from frink_numba.cuda.tensor.mirror import Mirror
-from frink_numba.cuda.tensor.scratch import TensorScratch, step_bytes
+from frink_numba.cuda.tensor.scratch import AHEAD_ROWS, TensorScratch, step_bytes
 from frink_numba.cuda.tensor.weights import TensorLayer
 from frink_numba.kernels.fused_attention import SEQUENCE
 from frink_numba.kernels.fused_attention import Mirror as MirrorAddress
+from frink_numba.kernels.sample import NextStep
 
 
 @dataclass(slots=True)
@@ -44,10 +47,22 @@ class Head:
     replay: Callable[[], None] | None = None
 
 
+def launch(part: Segment | Head, runtime: Runtime, stream: Any, ranges: Ranges | None, first: int) -> None:
+    """All launches of a part as one; or one by one where somebody watches, to whom layer 0 is the model's `first`."""
+    if ranges is not None:
+        ranges.launch(part.launches, runtime.handle(stream), first)
+        return
+    if part.replay is None:
+        part.replay = runtime.graph(stream, part.launches)
+    part.replay()
+
+
 class Program(Launches):
     """The launches of `layers` over `m` rows in the scratch at `base`, whose K/V rows lie in `mirrors`.
 
-    With `edges`, it begins with tokens where `from_tokens` says so, and ends with so many rows of logits.
+    With `edges`, it begins with tokens where `from_tokens` says so, and ends with so many rows of logits. With
+    `choices`, one row of logits is not for the host: the token among so many is chosen from it, put at `answers` and in
+    place of the program's token, and all is moved one position further. The one segment is then a step (ahead.py).
 
     `image`: what `step` completes and the run sends to `step_address`. `segments` run in order; every second one leaves
     its rows in the same place.
@@ -64,6 +79,7 @@ class Program(Launches):
         edges: TensorEdges | None = None,
         from_tokens: bool = False,
         logits: int = 0,
+        choices: int = 0,
     ) -> None:
         places = scratch.places(m)[0]
         super().__init__(kernels, m, base, places, scratch.workspace, step_bytes(m, len(layers)))
@@ -81,8 +97,12 @@ class Program(Launches):
             Segment(first, min(first + size, len(layers)), self._at[f"rows{first // size % 2}"])
             for first in range(0, len(layers), size)
         ]
+        if choices:
+            self._kept = AHEAD_ROWS
+            self.segments = [Segment(0, len(layers), self._at["ahead"])]
         self._made = self.segments[0].launches
         self._ids: np.ndarray | None = None
+        self.answers = ids = 0
         if edges is not None and from_tokens:
             ids = self._reserve(4 * m)
             self._ids = self.image[ids : ids + 4 * m].view(np.int32)
@@ -95,10 +115,15 @@ class Program(Launches):
                 self._number = number
                 record = self.step_address + records + SEQUENCE.itemsize * number
                 self._layer(layers[number], record, rows)
-                rows += 8 * m * layers[number].shape.kv_width
+                rows += 8 * self._kept * layers[number].shape.kv_width
 
         self._number = None
         self.heads: list[Head] = []
+        if choices:
+            assert edges is not None  # there are logits
+            self._head(edges, 0, Head(0, 1, self.segments[0].launches))
+            self._choose(edges, choices, ids, positions, records)
+            logits = 0
         for first in range(0, logits, edges.rows if edges is not None else 1):
             assert edges is not None  # logits are wanted
             self.heads.append(Head(first, min(first + edges.rows, logits)))
@@ -118,6 +143,24 @@ class Program(Launches):
         assert self._number is not None  # a layer's launches are made
         mirror = self._mirrors[self._number]
         return self._map_address(attention.maps([MirrorAddress(mirror.k, mirror.v, mirror.capacity)]))
+
+    def _choose(self, edges: TensorEdges, choices: int, ids: int, positions: int, records: int) -> None:
+        """The token of the one row of logits, and the next step from there; all but the first are offsets."""
+        done, answers = self._reserve(4), self._reserve(4 * AHEAD_ROWS)
+        self.answers = self.step_address + answers
+        samplers, at = self._kernels.samplers, self.step_address
+        step = NextStep(self.answers, at + done, at + positions, at + records, len(self._records), AHEAD_ROWS)
+        room = samplers.argmax_workspace(1)
+        choice = samplers.argmax(
+            edges.logits,
+            1,
+            choices,
+            at + ids,
+            workspace=self._room(room, room),
+            pitch=edges.output.rows,
+            next_step=step,
+        )
+        self._add("choice", choice)
 
     def _head(self, edges: TensorEdges, skipped: int, head: Head) -> None:
         """Final norm and output matrix over rows of the hidden batch, of which the first `skipped` are not wanted."""

@@ -14,6 +14,7 @@ from frink_numba.kernels.tma import MAP_BYTES
 from frink_numba.layer import Layer
 
 STAGED_ROWS = 256  # prefix rows that go up at a time
+AHEAD_ROWS = 32  # tokens that a run of one row chooses by itself at most (ahead.py)
 _SEGMENT_BYTES = 4 << 20  # of K/V rows that come down together, at least
 _SEGMENTS = 8  # at most, unless their rows are larger than this
 _MOST_SEGMENT_BYTES = 16 << 20
@@ -53,6 +54,7 @@ class TensorScratch:
     query_width: int
     padded_query_width: int  # heads at the pitch of `fused_attention`
     kv_width: int
+    padded_kv_width: int
     ffn: int
     rope_pairs: int
     rope_tables: int
@@ -70,6 +72,7 @@ class TensorScratch:
             query_width=max(shape.query_width for shape in shapes),
             padded_query_width=max(shape.n_heads * head_pitch(shape.head_dim) for shape in shapes),
             kv_width=max(shape.kv_width for shape in shapes),
+            padded_kv_width=max(shape.n_kv_heads * head_pitch(shape.head_dim) for shape in shapes),
             ffn=max(shape.ffn for shape in shapes),
             rope_pairs=max(shape.rope_pairs for shape in shapes),
             rope_tables=len({rope_key(layer) for layer in layers} - {None}),
@@ -112,6 +115,8 @@ class TensorScratch:
         segment = self.segment(batch)
         for slot in range(min(2, -(-self.layers // segment))):
             parts[f"rows{slot}"] = segment * 8 * batch * self.kv_width
+        if batch == 1:
+            parts["ahead"] = self.layers * 8 * AHEAD_ROWS * self.kv_width
         for table in range(self.rope_tables):
             parts[f"cos{table}"] = parts[f"sin{table}"] = 4 * batch * self.rope_pairs
         return parts
@@ -144,4 +149,4 @@ def step_bytes(batch: int, layers: int) -> int:
     """
     forms = min(layers, 8)
     maps = MAP_BYTES * (2 * 7 * forms + _ATTENTION_MAPS * layers)
-    return maps + SEQUENCE.itemsize * layers + 2 * 4 * batch + forms * 4 * (-(-batch // 256) * 256) + 1024
+    return maps + SEQUENCE.itemsize * layers + 2 * 4 * batch + forms * 4 * (-(-batch // 256) * 256) + 2048
