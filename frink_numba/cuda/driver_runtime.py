@@ -120,10 +120,13 @@ class DriverRuntime:
     def fetch(self, target: np.ndarray, address: int, stream: Handle) -> None:
         call_driver("cuMemcpyDtoHAsync", target.ctypes.data, address, target.nbytes, stream.handle)
 
-    def fetch_strided(self, first: np.ndarray, pitch: int, count: int, address: int, stream: Handle) -> None:
+    def fetch_strided(
+        self, first: np.ndarray, pitch: int, count: int, address: int, stream: Handle, source_pitch: int = 0
+    ) -> None:
         copy = self._driver.CUDA_MEMCPY2D()
         kinds = self._driver.CUmemorytype
-        copy.srcMemoryType, copy.srcDevice, copy.srcPitch = kinds.CU_MEMORYTYPE_DEVICE, address, first.nbytes
+        copy.srcMemoryType, copy.srcDevice = kinds.CU_MEMORYTYPE_DEVICE, address
+        copy.srcPitch = source_pitch or first.nbytes
         copy.dstMemoryType, copy.dstHost, copy.dstPitch = kinds.CU_MEMORYTYPE_HOST, first.ctypes.data, pitch
         copy.WidthInBytes, copy.Height = first.nbytes, count
         call_driver("cuMemcpy2DAsync", copy, stream.handle)

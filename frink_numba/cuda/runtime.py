@@ -59,8 +59,13 @@ class Runtime(Protocol):
     def fetch(self, target: np.ndarray, address: int, stream: Any) -> None:
         """`download` from an address; `target` is C-contiguous."""
 
-    def fetch_strided(self, first: np.ndarray, pitch: int, count: int, address: int, stream: Any) -> None:
-        """`fetch` into `count` arrays as large as `first`, `pitch` bytes from one to the next; dense on the device."""
+    def fetch_strided(
+        self, first: np.ndarray, pitch: int, count: int, address: int, stream: Any, source_pitch: int = 0
+    ) -> None:
+        """`fetch` into `count` arrays as large as `first`, `pitch` bytes from one to the next.
+
+        On the device there are `source_pitch` bytes from one to the next; 0: they lie dense.
+        """
 
     def graph(self, stream: Any, launches: Sequence[Callable[[int], None]]) -> Callable[[], None]:
         """The launches, captured: what is answered runs them in the order of `stream` at the cost of one."""
@@ -142,12 +147,14 @@ class NumbaRuntime:
     def fetch(self, target: np.ndarray, address: int, stream: Any) -> None:
         call_driver("cuMemcpyDtoHAsync", target.ctypes.data, address, target.nbytes, self.handle(stream))
 
-    def fetch_strided(self, first: np.ndarray, pitch: int, count: int, address: int, stream: Any) -> None:
+    def fetch_strided(
+        self, first: np.ndarray, pitch: int, count: int, address: int, stream: Any, source_pitch: int = 0
+    ) -> None:
         from cuda.bindings import driver
 
         copy = driver.CUDA_MEMCPY2D()
         copy.srcMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
-        copy.srcDevice, copy.srcPitch = address, first.nbytes
+        copy.srcDevice, copy.srcPitch = address, source_pitch or first.nbytes
         copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_HOST
         copy.dstHost, copy.dstPitch = first.ctypes.data, pitch
         copy.WidthInBytes, copy.Height = first.nbytes, count

@@ -3,6 +3,7 @@
     samplers = Samplers((9, 0))                                               # per device
     launch = samplers.embed(weights, ids, m, hidden, scale=1.0)               # hidden[i] = scale * row ids[i] of a pack
     launch = samplers.argmax(logits, m, vocabulary, ids, workspace=address)   # ids[i] = index of row i's largest logit
+    launch = samplers.argmax(..., next_step=NextStep(...))                    # and the device goes on by itself
     launch(stream)
 
 `ids` lies in device memory: a graph may read what the graph before has written, so that a greedy step needs no host.
@@ -10,10 +11,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from frink_numba.errors import ShapeError
 from frink_numba.kernels import sample_kernels
+from frink_numba.kernels.cubins import Source
 from frink_numba.kernels.gemm import DeviceWeights
-from frink_numba.kernels.launch import KernelShelf, Launch
+from frink_numba.kernels.launch import KernelShelf, Launch, LoadedKernel
+
+
+@dataclass(frozen=True, slots=True)
+class NextStep:
+    """What the choice of a token changes, so that the next step of its sequence goes one position further; addresses.
+
+    answers: int32 [m, most], where the chosen id goes, -1 when its logits are not numbers (0: no step follows). done:
+    int32 [m], steps so far. positions: int32 [m]. records: SEQUENCE [layers, m], whose start_pos and kv_row grow.
+    """
+
+    answers: int = 0
+    done: int = 0
+    positions: int = 0
+    records: int = 0
+    layers: int = 0
+    most: int = 0
+
+
+NO_STEP = NextStep()
 
 
 class Samplers:
@@ -30,28 +54,45 @@ class Samplers:
         """
         if weights.gated or m < 1:
             raise ShapeError(f"an embedding is a plain pack and a launch has at least one row, got {m}")
-        shelf = self._shelf
-        source = sample_kernels.embed_source(weights.kind, shelf.overlap)
-        kernel = shelf.kernel(source, sample_kernels.EMBED_ARGUMENTS, overlap=shelf.overlap)
+        source = sample_kernels.embed_source(weights.kind, self._shelf.overlap)
+        kernel = self._kernel(source, sample_kernels.EMBED_ARGUMENTS)
         return kernel.bind(m, ids, weights.data, weights.row_scale, hidden, scale, weights.rows, weights.cols)
 
-    def argmax(self, logits: int, m: int, count: int, ids: int, *, workspace: int) -> Launch:
+    def argmax(
+        self,
+        logits: int,
+        m: int,
+        count: int,
+        ids: int,
+        *,
+        workspace: int,
+        pitch: int | None = None,
+        next_step: NextStep = NO_STEP,
+    ) -> Launch:
         """A launch that writes the index of each row's largest logit (the first of equals) to `ids`, int32 [m].
 
-        logits: float32 [m, count], dense; a not-a-number counts as the largest. workspace: `argmax_workspace(m)` bytes,
-        zeroed once; launches leave it zero.
+        logits: float32 [m, pitch] (None: dense), of which the first `count` of a row; a not-a-number counts as the
+        largest. workspace: `argmax_workspace(m)` bytes, zeroed once; launches leave it zero. next_step: what the step
+        behind this one begins with, each row a sequence of its own.
         """
-        if m < 1 or count < 1:
-            raise ShapeError(f"a choice needs rows and logits, got {m} x {count}")
-        shelf = self._shelf
-        source = sample_kernels.argmax_source(shelf.overlap)
-        kernel = shelf.kernel(source, sample_kernels.ARGMAX_ARGUMENTS, overlap=shelf.overlap)
-        return kernel.bind(m * sample_kernels.ARGMAX_BLOCKS, logits, ids, workspace, count)
+        pitch = count if pitch is None else pitch
+        if m < 1 or not 1 <= count <= pitch:
+            raise ShapeError(f"a choice needs rows and logits, got {m} x {count} of {pitch}")
+        source = sample_kernels.argmax_source(self._shelf.overlap)
+        kernel = self._kernel(source, sample_kernels.ARGMAX_ARGUMENTS)
+        step = next_step
+        addresses = (step.answers, step.done, step.positions, step.records)
+        return kernel.bind(
+            m * sample_kernels.ARGMAX_BLOCKS, logits, ids, workspace, count, pitch, *addresses, step.layers, step.most
+        )
 
     @staticmethod
     def argmax_workspace(m: int) -> int:
         """Bytes of the workspace for m rows."""
         return 16 * m
+
+    def _kernel(self, source: Source, arguments: Any) -> LoadedKernel:
+        return self._shelf.kernel(source, arguments, overlap=self._shelf.overlap)
 
     def close(self) -> None:
         """Unload the kernels; their launches must not run any more."""

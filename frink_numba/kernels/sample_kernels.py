@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
+
 from frink_numba.kernels.cubins import Source
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS
 
@@ -23,10 +25,17 @@ EMBED_ARGUMENTS = (
     ("cols", "u32"),
 )
 ARGMAX_ARGUMENTS = (
-    ("logits", "u64"),  # float32 [m, count]
+    ("logits", "u64"),  # float32 [m, pitch]
     ("ids", "u64"),  # int32 [m]
     ("workspace", "u64"),  # 16 bytes a row, zeros: the best so far, and how many blocks are done
-    ("count", "u32"),
+    ("count", "u32"),  # of a row's logits, the first
+    ("pitch", "u32"),  # logits from row to row
+    ("answers", "u64"),  # int32 [m, most]; 0: no step follows, and the rest is of no meaning
+    ("done", "u64"),  # int32 [m]: steps before this one
+    ("positions", "u64"),  # int32 [m]
+    ("records", "u64"),  # SEQUENCE [layers, m]
+    ("layers", "u32"),
+    ("most", "u32"),
 )
 
 
@@ -170,7 +179,7 @@ def build_argmax(overlap: bool) -> tuple[Any, Any]:
     """ids[i] = the first index of row i's largest logit; a not-a-number counts as the largest, as in NumPy.
 
     Grid: ARGMAX_BLOCKS blocks of 256 threads a row. A logit and its index make a 64-bit key whose order is theirs; the
-    largest key wins, in whatever order blocks arrive.
+    largest key wins, in whatever order blocks arrive. With `answers`, the row's last block prepares its next step.
     """
     from numba import cuda, types
 
@@ -179,6 +188,7 @@ def build_argmax(overlap: bool) -> tuple[Any, Any]:
 
     raise_to = instruction("red.relaxed.gpu.global.max.u64 [$0], $1;", None, "u64", "u64")
     count_up = instruction("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", "u32", "u64", "u32")
+    load_word = instruction("ld.global.u32 $0, [$1];", "u32", "u64")
     load_key = instruction("ld.relaxed.gpu.global.u64 $0, [$1];", "u64", "u64")
     store_key = instruction("st.global.u64 [$0], $1;", None, "u64", "u64")
     store_word = instruction("st.global.u32 [$0], $1;", None, "u64", "u32")
@@ -195,6 +205,7 @@ def build_argmax(overlap: bool) -> tuple[Any, Any]:
     )
     u32, u64 = types.uint32, types.uint64
     WARPS = ARGMAX_THREADS // 32
+    NOT_NUMBER = np.uint64(0xFFFFFFFF << 32)
 
     @emitted("u64", "f32", "u32")
     def key_of(e: Emitter, logit: Register, index: Register) -> Register:
@@ -211,7 +222,7 @@ def build_argmax(overlap: bool) -> tuple[Any, Any]:
     def index_of(e: Emitter, key: Register) -> Register:
         return e.constant("u32", 0xFFFFFFFF) - e.narrow(key)
 
-    def argmax(logits, ids, workspace, count):
+    def argmax(logits, ids, workspace, count, pitch, answers, done, positions, records, layers, most):
         if overlap:
             launch_dependents()
             wait_for_predecessors()
@@ -221,7 +232,7 @@ def build_argmax(overlap: bool) -> tuple[Any, Any]:
         block = u32(cuda.blockIdx.x)
         row = u32(block // u32(ARGMAX_BLOCKS))
         part = u32(block - row * u32(ARGMAX_BLOCKS))
-        source = logits + u64(row) * u64(count) * u64(4)
+        source = logits + u64(row) * u64(pitch) * u64(4)
         best = u64(0)
         for i in range(u32(part * u32(ARGMAX_THREADS) + thread), count, u32(ARGMAX_BLOCKS * ARGMAX_THREADS)):
             best = larger(best, key_of(load_float(source + u64(i) * u64(4)), u32(i)))
@@ -236,11 +247,32 @@ def build_argmax(overlap: bool) -> tuple[Any, Any]:
             place = workspace + u64(row) * u64(16)
             raise_to(place, best)
             fence()
+            last = u64(0)
             if count_up(place + u64(8), u32(1)) == u32(ARGMAX_BLOCKS - 1):
                 fence()
-                store_word(ids + u64(row) * u64(4), index_of(load_key(place)))
+                last = u64(1)
+                key = load_key(place)
+                chosen = index_of(key)
+                word = u64(row) * u64(4)
+                store_word(ids + word, chosen)
                 store_key(place, u64(0))
                 store_word(place + u64(8), u32(0))
+                if answers != 0:
+                    if key >= NOT_NUMBER:
+                        chosen = u32(0xFFFFFFFF)
+                    step = load_word(done + word)
+                    store_word(answers + (u64(row) * u64(most) + u64(step)) * u64(4), chosen)
+                    store_word(done + word, u32(step + u32(1)))
+                    store_word(positions + word, u32(load_word(positions + word) + u32(1)))
+            store_shared(keys, last)
+        if answers != 0:
+            cuda.syncthreads()
+            if load_shared(keys) != 0:
+                rows = u32(u32(cuda.gridDim.x) // u32(ARGMAX_BLOCKS))
+                for layer in range(thread, layers, u32(ARGMAX_THREADS)):
+                    record = records + (u64(u32(layer)) * u64(rows) + u64(row)) * u64(32)
+                    store_word(record + u64(8), u32(load_word(record + u64(8)) + u32(1)))  # start_pos
+                    store_word(record + u64(12), u32(load_word(record + u64(12)) + u32(1)))  # kv_row
 
     return argmax, types.void(*(numba_type(spec) for _, spec in ARGMAX_ARGUMENTS))
 

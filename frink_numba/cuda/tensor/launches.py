@@ -73,6 +73,7 @@ class Launches:
         self._kernels, self._m = kernels, m
         self._few = 0 if kernels.invariant else THIN_ROWS
         self.rows = m
+        self._kept = m  # new K rows of a layer, and V rows, that there is room for
         self._at = {name: base + place for name, place in places.items()}
         self._workspace = workspace  # bytes
         self.hidden, self.step_address, self.staging = (self._at[name] for name in ("hidden", "step", "staging"))
@@ -189,7 +190,7 @@ class Launches:
     def _row_targets(self, layer: TensorLayer, rows: int) -> dict[str, int]:
         if not rows:  # nobody wants them
             return {}
-        return {"k_rows": rows, "v_rows": rows + 4 * self._m * layer.shape.kv_width}
+        return {"k_rows": rows, "v_rows": rows + 4 * self._kept * layer.shape.kv_width}
 
     def _decode_attention(self, layer: TensorLayer, out: HalfRows, record: int, rows: int) -> Launch:
         """QK norm, rotation, mirror and attention in one launch, for few rows."""
