@@ -39,7 +39,7 @@ class Generation(Iterator[Piece]):
 
     `prompt_tokens`: the prompt's ids. `tokens`: the new ones so far. `finish_reason` after the last piece: "stop" (a
     stop token or string; `stop_string` says which string), "length" (`max_new_tokens`) or "context" (it is full).
-    `cache` holds the prompt and the new tokens but the last, after each piece.
+    `cache` holds the prompt and the new tokens but the last, after each piece. `source`: where the tokens come from.
     """
 
     def __init__(
@@ -64,7 +64,8 @@ class Generation(Iterator[Piece]):
         self.cache = decoder.new_cache() if cache is None else cache
         decoder.check_prompt(self.prompt_tokens, self.cache)
         self._stop_text = StopText(stop)
-        self._pieces = self._run(decoder, source(self.cache), max_new_tokens, chunk_size, progress)
+        self.source = source(self.cache)
+        self._pieces = self._run(decoder, self.source, max_new_tokens, chunk_size, progress)
 
     @property
     def stop_string(self) -> str | None:

@@ -35,7 +35,7 @@ _LONGEST = 3  # tokens that a draft's origin must have in common with the text's
 # How many tokens of a draft must have agreed of late, on average, for drafts of this kind to be worth a wider step.
 _WORTH_IT = 0.5
 _RECENT = 0.25  # weight of the newest
-_FORGIVING = 0.02  # a draft that is not tried counts as so much: it will be tried again
+_FORGIVING = 0.005  # a draft that is not tried counts as so much: it will be tried again
 
 
 class Lookup:
