@@ -5,16 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from frink_numba.backend import Backend, Edges, Step
+from frink_numba.backend import Backend, Edges, LayerCache, Step
 from frink_numba.dispatch import Dispatcher, StepResult
-from frink_numba.errors import CacheError, Cancelled, FrinkError, PromptError, SettingError
+from frink_numba.errors import Cancelled, FrinkError, SettingError
 from frink_numba.host.aligned import aligned, padded
 from frink_numba.host.backend import HostBackend
 from frink_numba.host.batch import packed
+from frink_numba.host.checks import about, check_cache, check_is_cache, checked_caches, checked_layers, checked_tokens
 from frink_numba.host.edges import bend_logits
 from frink_numba.host.integers import checked_integer, shown
 from frink_numba.host.kv_cache import KVCache
@@ -24,12 +25,10 @@ from frink_numba.host.rms_norm import rms_norm
 from frink_numba.host.sampling import NOT_NUMBERS, most_likely
 from frink_numba.host.scratch import Scratch
 from frink_numba.layer import Layer
-from frink_numba.plan import Plan
+from frink_numba.plan import CacheAt, Plan
 
 if TYPE_CHECKING:
     from frink_numba.host.generate import Generation
-
-_Checked = TypeVar("_Checked")
 
 CHUNK_SIZE = 512  # tokens of a step, where no backend says otherwise
 
@@ -92,9 +91,9 @@ class Decoder:
         cache of another model or at another position. Both leave the cache as it was.
         """
         self._open()
-        ids = self._checked_tokens(tokens)
+        ids = checked_tokens(tokens, self.model.vocab_size)
         chunk_size = self._checked_chunk(logits, chunk_size)
-        wanted = self._checked_layers(hidden)
+        wanted = checked_layers(hidden, len(self._open().layers))
         self._check_cache(cache, len(ids), start)
         output = self._allocate(len(ids), logits, wanted)
         cache.reserve(len(ids))
@@ -125,20 +124,16 @@ class Decoder:
         the last piece that was run. Errors of arguments as in `prefill`, which name the prompt, come before any work.
         """
         self._open()
-        chunk_size = self._checked_chunk(logits, chunk_size)
-        wanted = self._checked_layers(hidden)
-        ids = [_about(number, self._checked_tokens, prompt) for number, prompt in enumerate(prompts)]
+        chunk_size, model = self._checked_chunk(logits, chunk_size), self.model
+        wanted = checked_layers(hidden, len(self._open().layers))
+        ids = [about(number, checked_tokens, prompt, model.vocab_size) for number, prompt in enumerate(prompts)]
         if caches is None:
             blank = self.new_cache()
             held = [blank if len(own) <= chunk_size else self.new_cache() for own in ids]
         else:
-            held = list(caches)
-            if len(held) != len(ids):
-                raise CacheError(f"{len(ids)} prompts, but {len(held)} caches")
-            if len({id(cache) for cache in held}) != len(held):
-                raise CacheError("each prompt needs a cache of its own: one is there twice")
+            held = checked_caches(caches, len(ids))
         for number, (own, cache) in enumerate(zip(ids, held, strict=True)):
-            _about(number, self._check_cache, cache, len(own), None)
+            about(number, self._check_cache, cache, len(own), None)
         outputs = [self._allocate(len(own), logits, wanted) for own in ids]
         done, total = 0, sum(map(len, ids))
         for group in packed([len(own) for own in ids], chunk_size):
@@ -146,7 +141,9 @@ class Decoder:
                 Part(ids[n], first, last, held[n], wanted, outputs[n], caches is not None or len(ids[n]) > chunk_size)
                 for n, first, last in group
             ]
-            self._run(parts)
+            for alike in (True, False):  # a step keeps all rows or none
+                if chosen := [part for part in parts if part.keep is alike]:
+                    self._run(chosen)
             done += sum(part.last - part.first for part in parts)
             if progress is not None and progress(done, total) is False and done < total:
                 raise Cancelled(f"cancelled after {done} of {total} tokens")
@@ -165,7 +162,7 @@ class Decoder:
         FrinkError where the first logits are not numbers; other errors as in `prefill`.
         """
         self._open()
-        ids = self._checked_tokens((token,))
+        ids = checked_tokens((token,), self.model.vocab_size)
         self._check_cache(cache, 1, None)
         most = min(checked_integer("most", most, 1), cache.context_length - cache.positions)
         choices = self.model.tokenizer.vocab_size
@@ -178,7 +175,7 @@ class Decoder:
             chosen = [most_likely(output.logits[:choices])]
         else:
             unknown = np.flatnonzero(part.chosen < 0)
-            chosen = part.chosen[: unknown[0] if len(unknown) else most].tolist()
+            chosen = part.chosen[: unknown[0] if len(unknown) else None].tolist()
             if not chosen:
                 raise FrinkError(NOT_NUMBERS)
         if not stage:
@@ -192,7 +189,7 @@ class Decoder:
         a rounding, relative to their norm. (1, 0.0) where no backend promises more.
         """
         dispatcher = self._open()
-        _check_is_cache(cache)
+        check_is_cache(cache)
         most = min(checked_integer("most", most, 1), cache.context_length - cache.positions)
         if most <= 1:
             return 1, 0.0
@@ -235,7 +232,7 @@ class Decoder:
 
         self._open()
         if cache is not None:
-            _check_is_cache(cache)
+            check_is_cache(cache)
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         drafted = checked_speculation(speculate, sampling)
         return Generation(
@@ -254,12 +251,23 @@ class Decoder:
         """Tokens that go through the layers at a time, where a call says nothing of it: the first backend's choice."""
         return self._open().chunk_size or CHUNK_SIZE
 
-    def plan(self, batch: int = CHUNK_SIZE, cache: KVCache | None = None) -> Plan:
-        """Which backend would serve which layers of a step of `batch` tokens behind `cache`, and why no other (B4)."""
+    def plan(self, batch: int = CHUNK_SIZE, cache: KVCache | None = None, *, length: int | None = None) -> Plan:
+        """Which backend would serve which layers of a step of `batch` tokens behind `cache`, and why no other (B4).
+
+        Also what that takes of a device's memory. `length`: where the step ends, in place of a cache.
+        """
         dispatcher = self._open()
-        cache = self.new_cache() if cache is None else cache
         batch = checked_integer("batch", batch, 1)
-        return dispatcher.plan(Step(dispatcher.layers, cache, cache.positions, batch))
+        if length is not None:
+            start = checked_integer("length", length, batch, self.model.context_length) - batch
+            caches: Sequence[LayerCache] = [
+                CacheAt(x.attention.n_kv_heads, x.attention.head_dim, x.attention.head_dim, start)
+                for x in dispatcher.layers
+            ]
+        else:
+            caches = self.new_cache() if cache is None else cache
+            start = caches.positions
+        return dispatcher.plan(Step(dispatcher.layers, caches, start, batch, edges=self._edges, logits=1))
 
     @property
     def activations(self) -> list[dict[int, int]]:
@@ -284,7 +292,7 @@ class Decoder:
 
     def check_prompt(self, tokens: Sequence[int] | np.ndarray, cache: KVCache) -> None:
         """Raise what `prefill` would raise for these arguments, without running anything."""
-        self._check_cache(cache, len(self._checked_tokens(tokens)), None)
+        self._check_cache(cache, len(checked_tokens(tokens, self.model.vocab_size)), None)
 
     def _host(self, layers: Sequence[Layer]) -> Backend:
         return HostBackend(layers, self.model.weights)
@@ -373,70 +381,5 @@ class Decoder:
             chunk_size = min(self.chunk_size, CHUNK_SIZE) if logits == "all" else self.chunk_size
         return checked_integer("chunk_size", chunk_size, 1)
 
-    def _checked_tokens(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Token ids int64 [n], n > 0, each inside the vocabulary."""
-        if isinstance(tokens, str | bytes):
-            raise PromptError("the prompt is text; encode it first (model.tokenizer.encode), or call generate")
-        try:
-            ids = np.asarray(tokens)
-        except ValueError:
-            raise PromptError("a prompt is a flat list of token ids, not a ragged one") from None
-        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-            raise PromptError(f"a prompt is a flat list of token ids, not {ids.dtype} of shape {list(ids.shape)}")
-        if not ids.size:
-            raise PromptError("the prompt is empty: give at least one token")
-        low, high, vocab = int(ids.min()), int(ids.max()), self.model.vocab_size
-        if low < 0 or high >= vocab:
-            wrong = low if low < 0 else high
-            raise PromptError(f"token {wrong} is outside the vocabulary: ids are from 0 to {vocab - 1}")
-        return ids.astype(np.int64, copy=False)
-
-    def _checked_layers(self, layers: Collection[int]) -> frozenset[int]:
-        if isinstance(layers, str) or not isinstance(layers, Collection | np.ndarray):
-            raise SettingError(f"hidden={shown(layers)}: expected numbers of layers, such as (0, 5)")
-        return frozenset(checked_integer("hidden", layer, 0, len(self._open().layers) - 1) for layer in layers)
-
     def _check_cache(self, cache: KVCache, count: int, start: int | None) -> None:
-        """The cache is this model's, it is at `start` if that is given, and `count` more tokens fit."""
-        layers = self._open().layers
-        _check_is_cache(cache)
-        if cache.context_length > self.model.context_length:
-            raise CacheError(
-                f"the cache is for {cache.context_length} positions, but the model's context is "
-                f"{self.model.context_length}: make one with decoder.new_cache()"
-            )
-        if cache.layers is not layers:
-            _check_widths(layers, cache)
-        at = cache.positions
-        if start is not None and checked_integer("start", start, 0) != at:
-            raise CacheError(f"the cache is at position {at}, not at {start}; truncate it or prefill the difference")
-        if at + count > cache.context_length:
-            raise PromptError(
-                f"{count} tokens do not fit behind the cache's {at}: the context is {cache.context_length} tokens"
-            )
-
-
-def _check_widths(layers: Sequence[Layer], cache: KVCache) -> None:
-    """A cache that was made for other layer descriptions fits these."""
-    if len(cache) != len(layers):
-        raise CacheError(f"the cache has {len(cache)} layers, the model {len(layers)}: it is another model's")
-    for number, (layer, rows) in enumerate(zip(layers, cache, strict=True)):
-        spec = layer.attention
-        if (rows.n_kv_heads, rows.key_dim, rows.value_dim) != (spec.n_kv_heads, spec.head_dim, spec.head_dim):
-            raise CacheError(
-                f"layer {number}: the cache holds {rows.n_kv_heads} heads of {rows.key_dim} and {rows.value_dim} "
-                f"channels, the model has {spec.n_kv_heads} of {spec.head_dim}: it is another model's"
-            )
-
-
-def _about(number: int, check: Callable[..., _Checked], *arguments: Any) -> _Checked:
-    """What `check` answers; its error says that it is about prompt `number`."""
-    try:
-        return check(*arguments)
-    except (PromptError, CacheError) as error:
-        raise type(error)(f"prompt {number}: {error}") from None
-
-
-def _check_is_cache(cache: KVCache) -> None:
-    if not isinstance(cache, KVCache):
-        raise CacheError(f"the cache is a {type(cache).__name__}; make one with decoder.new_cache()")
+        check_cache(cache, self._open().layers, self.model.context_length, count, start)
