@@ -124,8 +124,8 @@ def softmax(
             base = select(e, seen, top, zero)
         offset = negative(e, base * factor)
         if maxima is not None:
-            # Exactly 1 where the maximum stays what it was: a block that the row does not see must leave no trace, since
-            # which of those a tile walks over depends on its other rows. A fused product would keep its rounding.
+            # Exactly 1 where the maximum stays what it was: a block that the row does not see must leave no trace, as
+            # it depends on the tile's other rows which of those are walked over. A fused product keeps its rounding.
             rescale.append(power_of_two(e, (maxima[h] - base) * factor))
         for i in own:
             weights[i] = power_of_two(e, fused(e, scores[i], factor, offset))

@@ -30,7 +30,7 @@ from frink_numba.kernels.gemm_epilogue import GATES, Epilogue
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, fragment_kind
 from frink_numba.kernels.gemm_mma import MmaGemm
 from frink_numba.kernels.gemm_pack import PackedMatrix
-from frink_numba.kernels.gemm_plan import INVARIANT_MMA_TOKENS, TOKEN_TILES, Plan, invariant_plan, make_plan, mma_tokens
+from frink_numba.kernels.gemm_plan import TOKEN_TILES, Plan, make_plan, mma_tokens
 from frink_numba.kernels.gemm_variant import WgmmaGemm
 from frink_numba.kernels.launch import KernelShelf, Launch, LoadedKernel
 from frink_numba.kernels.tma import MAP_BYTES, tensor_map
@@ -96,7 +96,7 @@ class HalfRows:
 class Gemms:
     """The tensor-core products of one device: plans, and kernels loaded once each. Thread-safe.
 
-    invariant: one kernel for every M, whose result for a row does not depend on the other rows or on their number.
+    invariant: no tile is cut along K, so that a row's result depends neither on the other rows nor on their number.
     """
 
     def __init__(
@@ -131,15 +131,13 @@ class Gemms:
             raise ShapeError(f"the tier {self.tier} has tiles of {known} tokens, not {tokens}")
         epilogue = Epilogue(gate, half)
         if self.tier == "mma":
-            chosen = INVARIANT_MMA_TOKENS if self.invariant else mma_tokens(m, weights.rows, self.multiprocessors)
-            tile = tokens or chosen
+            tile = tokens or mma_tokens(m, weights.rows, self.multiprocessors)
             small = MmaGemm(weights.kind, tile, epilogue, self._memory)
             return MmaProduct(m, weights.outputs, weights.cols, self._kernel(small), small)
         kind = FRAGMENT_KINDS[weights.kind]
-        if plan is None and self.invariant:
-            plan = invariant_plan(m, weights.rows, weights.cols, kind, self.multiprocessors)
-        elif plan is None:
-            plan = make_plan(m, weights.rows, weights.cols, kind, self.multiprocessors, tokens, cluster, groups)
+        if plan is None:
+            forced = (tokens, cluster, groups, self.invariant)
+            plan = make_plan(m, weights.rows, weights.cols, kind, self.multiprocessors, *forced)
         variant = WgmmaGemm(weights.kind, plan.tokens, epilogue, plan.cluster, plan.groups)
         return WgmmaProduct(m, weights.outputs, weights.cols, self._kernel(variant), variant, plan)
 

@@ -1,13 +1,12 @@
 """How a product of given shape is cut into tiles and spread over a device's multiprocessors, by estimated time.
 
-The plan depends on the shape and the device alone, so equal calls give equal bits. `invariant_plan` depends on the
-number of tokens only in how many tiles there are: a row's result is the same whatever rows are beside it.
+The plan depends on the shape and the device alone, so equal calls give equal bits. Where no tile is cut along K, a
+row's sums are taken in one order whatever the tile: its result is then the same whatever rows are beside it.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -48,8 +47,6 @@ _SPLIT_BYTES, _SPLIT_PENALTY = 24 << 20, 1.15  # much less where the activations
 _MANY_TOKENS, _OTHER_CLUSTER = 1024, 1.01  # two blocks share tokens where there are many, else not
 _LONE_SLAB = 1.03  # a slab that shares its tokens with no other
 _LEAST_GROUPS = 2  # of four steps, a block of a split tile
-
-_TYPICAL_TOKENS = (1, 512, 2048)  # that the tile of an invariant product has to be good for, one as much as the other
 
 _BAND_BYTES = 24 << 20  # tokens walked through together stay in the L2 cache
 
@@ -92,10 +89,11 @@ def make_plan(
     tokens: int | None = None,
     cluster: int | None = None,
     groups: int | None = None,
+    whole: bool = False,
 ) -> Plan:
     """The fastest plan for M tokens and `rows` packed weight rows of `cols`.
 
-    `tokens`, `cluster` and `groups` force the tile.
+    `tokens`, `cluster` and `groups` force the tile; `whole`: no tile is cut along K.
     """
     plans = [
         plan
@@ -109,6 +107,7 @@ def make_plan(
         # Two blocks share the widest tiles only: smaller ones wait more for each other than they save.
         for c in ([cluster] if cluster else [2, 1] if t == TOKEN_TILES[-1] else [1])
         for plan in layouts(m, rows, cols, kind, multiprocessors, t, c, g)
+        if not (whole and plan.split_tiles)
     ]
 
     def cost(plan: Plan) -> tuple[float, ...]:
@@ -116,35 +115,6 @@ def make_plan(
         return (plan.nanoseconds * rare, plan.cluster, plan.groups, plan.tokens, plan.split_tiles)
 
     return min(plans, key=cost)
-
-
-def invariant_plan(m: int, rows: int, cols: int, kind: FragmentKind, multiprocessors: int) -> Plan:
-    """The plan whose tile follows from the weights alone, with no tile cut along K.
-
-    So a row goes through one and the same chain of instructions for every M.
-    """
-    tokens, groups = invariant_tile(rows, cols, kind, multiprocessors)
-    return _whole_tiles(m, rows, cols, kind, multiprocessors, tokens, groups)
-
-
-@functools.lru_cache(maxsize=1024)
-def invariant_tile(rows: int, cols: int, kind: FragmentKind, multiprocessors: int) -> tuple[int, int]:
-    """(tokens, groups) of the common tile that loses least over few and many tokens, in the geometric mean.
-
-    Not one of 16 tokens: it reads too much of the weights again for many.
-    """
-
-    def cost(tile: tuple[int, int]) -> tuple[float, int, int]:
-        times = [_whole_tiles(m, rows, cols, kind, multiprocessors, *tile).nanoseconds for m in _TYPICAL_TOKENS]
-        return (math.prod(times), *tile)
-
-    return min(((t, g) for g, tiles in COMMON.items() for t in tiles if t > 16), key=cost)
-
-
-def _whole_tiles(
-    m: int, rows: int, cols: int, kind: FragmentKind, multiprocessors: int, tokens: int, groups: int
-) -> Plan:
-    return next(layouts(m, rows, cols, kind, multiprocessors, tokens, 1, groups))
 
 
 def layouts(
@@ -210,9 +180,6 @@ def _step(kind: FragmentKind, tokens: int, cluster: int, groups: int, crowd: int
         return max(products, transfer)
     alone = (2 * tokens + _STEP + _OPERATION * kind.operations) * _CLOCK * (_CROWDED if groups > 2 else 1.0)
     return max(float(products**_NORM + alone**_NORM) ** (1 / _NORM), transfer)
-
-
-INVARIANT_MMA_TOKENS = 64  # of a tile of the `mma` tier, where it may not depend on M
 
 
 def mma_tokens(m: int, rows: int, multiprocessors: int) -> int:
