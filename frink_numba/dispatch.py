@@ -181,14 +181,15 @@ class Dispatcher:
         See `Backend`. (1, 0.0) where no backend that says so serves all layers.
         """
         verdicts = self._longest_run(0, step, {})
-        ask = getattr(verdicts[0].backend, "few_rows", None)
-        if ask is None or len(verdicts) < len(self.layers):
+        backend = verdicts[0].backend
+        ask = getattr(backend, "few_rows", None)
+        if backend is None or ask is None or len(verdicts) < len(self.layers):
             return 1, 0.0
         try:
             rows, rounding = ask(step)
             rows, rounding = int(rows), float(rounding)
         except PLUGIN_ERRORS as error:
-            warn_once(f"backend {verdicts[0].backend.name}: few_rows failed: {describe(error)}")
+            warn_once(f"backend {backend.name}: few_rows failed: {describe(error)}")
             return 1, 0.0
         return (min(rows, step.batch), rounding) if rows > 1 and 0 <= rounding < 1 else (1, 0.0)
 

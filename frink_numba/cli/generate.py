@@ -57,11 +57,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be given again"
     )
+    parser.add_argument(
+        "--speculate",
+        type=common.at_least(0),
+        default=0,
+        metavar="N",
+        help="draft up to N tokens from the text so far; the answer stays the same (0; 3 suits the host, 7 a GPU)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     from frink_numba.cli.engine import label, open_engine
     from frink_numba.cli.prompt import read_text
+    from frink_numba.host.speculation import Speculative
 
     if arguments.prompt is not None and arguments.file is not None:
         arguments.parser.error("give a prompt or --file, not both")
@@ -79,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
             repetition_penalty=arguments.repetition_penalty,
             seed=arguments.seed,
             stop=arguments.stop,
+            speculate=arguments.speculate,
             progress=(lambda done, total: bar("prompt", done, total)) if bar else None,
         )
         texts: list[str] = []
@@ -101,6 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
             "seconds_to_first_token": round(first - start, 4),
             "tokens_per_second": round(after_first / (time.perf_counter() - first), 2) if after_first else None,
         }
+        if isinstance(answer.source, Speculative):
+            document |= {"drafted_tokens": answer.source.drafted, "accepted_tokens": answer.source.accepted}
     if arguments.json:
         output.write_json(document)
     else:

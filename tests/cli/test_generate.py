@@ -45,6 +45,17 @@ def test_json_tells_the_text_and_how_it_ended(decoder: Decoder) -> None:
     assert document["tokens_per_second"] > 0
 
 
+def test_drafts_do_not_change_the_text(decoder: Decoder) -> None:
+    """And JSON tells how many were right."""
+    prompt = "The cat sat on the mat. The dog sat on the mat. The bird sat on the"
+    document = frink_json("generate", "smollm2-135m", prompt, "--max-new-tokens", "24", "--speculate", "3")
+    assert document["text"] == _text(decoder, prompt, max_new_tokens=24)
+    assert 6 < document["accepted_tokens"] <= document["drafted_tokens"]
+    refused = frink("generate", "smollm2-135m", prompt, "--speculate", "3", "--temperature", "0.5")
+    assert refused.returncode == 1
+    assert "speculate=3" in one_line_error(refused)
+
+
 def test_chat_goes_through_the_models_template(decoder: Decoder) -> None:
     """A user's turn, with a system message; the answer ends with the model's stop token, which is not shown."""
     question = "What is the capital of France? Answer with one word."

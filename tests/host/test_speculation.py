@@ -158,7 +158,7 @@ def test_no_rounding_changes_an_answer(few: int, seed: int):
     """Ties are decided by the numbers that decide them without drafts, as the rows that they follow from."""
     prompt = np.random.default_rng(seed).integers(0, VOCABULARY, 4).tolist()
     plain, _ = answer(Roundabout(few), prompt, 120, speculate=False)
-    drafted, source = answer(Roundabout(few), prompt, 120, speculate=True)
+    drafted, _ = answer(Roundabout(few), prompt, 120, speculate=True)
     assert drafted == plain
 
 
@@ -283,17 +283,9 @@ def test_logits_that_are_not_numbers(open_decoder, monkeypatch: pytest.MonkeyPat
     )
     made = []
     with pytest.raises(FrinkError, match="not numbers"):
-        made.extend(
-            piece.token for piece in _each(decoder.generate("abcabcabcabc", max_new_tokens=20, speculate=7), made)
-        )
+        made.extend(piece.token for piece in decoder.generate("abcabcabcabc", max_new_tokens=20, speculate=7))
     assert made == plain[: len(made)]
     assert len(made) >= 12
-
-
-def _each(pieces, made):
-    for piece in pieces:
-        made.append(piece.token)
-    return ()
 
 
 def _checked(logits: np.ndarray) -> np.ndarray:
