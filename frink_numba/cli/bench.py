@@ -169,8 +169,10 @@ def _machine(rows: list[Row]) -> tuple[str, str | None]:
 
 def _write(document: dict[str, Any]) -> None:
     """A table as llama-bench's: a row a test."""
+    from frink_numba.plan import in_units
+
     facts, rows = document["model"], document["rows"]
-    what = (facts["name"], output.in_units(facts["bytes"]), output.in_thousands(facts["parameters"]))
+    what = (facts["name"], in_units(facts["bytes"], 2), output.in_thousands(facts["parameters"]))
     columns = ["model", "size", "params", "backend", "tier", "test", "t/s", "p20", "p80"]
     against = rows[0].get("baseline")
     if against:

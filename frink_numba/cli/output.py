@@ -47,15 +47,6 @@ def write_table(
     write_text(drawn.get())  # rich itself would hide a reader that left, and stop at a character stdout cannot spell
 
 
-def in_units(nbytes: int) -> str:
-    """Bytes for people: "92.01 MiB"."""
-    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{nbytes} B" if units[0] == "B" else f"{size:.2f} {units[0]}"
-
-
 def in_thousands(count: int) -> str:
     """A large number for people: "134.52 M"."""
     size, units = float(count), ["", " K", " M", " B", " T"]

@@ -1,11 +1,15 @@
-"""tell which backend would serve which layer, and why not the others"""
+"""tell which backend would serve which layer, why not the others, and the memory that takes"""
 
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from frink_numba.cli import arguments as common
 from frink_numba.cli import output
+
+if TYPE_CHECKING:
+    from frink_numba.plan import Memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -13,22 +17,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", type=common.at_least(1), default=512, metavar="N", help="rows of the step; 1 asks about decode (512)"
     )
+    parser.add_argument(
+        "--length", type=common.at_least(1), metavar="N", help="positions of the text at the step's end (--batch)"
+    )
+    parser.epilog = (
+        "Nothing runs and nothing is allocated. Memory is that of a device after the step: to the byte with --json. "
+        "FRINK_CUDA_MEMORY is the budget; without it, nine tenths of what is free."
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     from frink_numba.cli.engine import label, open_engine
 
+    length = arguments.batch if arguments.length is None else arguments.length
+    if length < arguments.batch:
+        arguments.parser.error(f"a text of {length} positions cannot end with a step of {arguments.batch} rows")
     with open_engine(arguments) as (model, decoder):
-        plan = decoder.plan(batch=arguments.batch)
+        plan = decoder.plan(batch=arguments.batch, length=length)
         name = label(model)
     if arguments.json:
         output.write_json({"model": name, **plan.as_dict()})
         return 0
     output.write_table(
-        f"{name}: a step of {plan.batch} rows",
+        f"{name}: a step of {plan.batch} rows from position {plan.start_pos}",
         ("layers", "backend", "how", "why not the others"),
         [(row.layers, row.backend or "nobody", row.note, row.why) for row in plan.rows],
     )
+    for memory in plan.memory:
+        _write_memory(memory)
     for entry in plan.unavailable:
         output.write_text(f"{entry.name} is unavailable: {entry.reason}\n")
     return 0
+
+
+def _write_memory(memory: Memory) -> None:
+    from frink_numba.plan import in_units
+
+    parts = [
+        ("weights of the layers", memory.weights),
+        ("embedding and output", memory.edges),
+        ("scratch", memory.scratch),
+        ("K/V rows", memory.kv_rows),
+        ("other models and caches", memory.others),
+        ("in all", memory.total),
+        ("budget", memory.budget),
+    ]
+    if memory.page_locked:
+        parts.append(("page-locked host memory", memory.page_locked))
+    rows = [(what, in_units(nbytes), f"{nbytes:,}") for what, nbytes in parts]
+    output.write_table(f"memory of {memory.backend}", ("what", "size", "bytes"), rows, right=("size", "bytes"))

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from frink_numba.backend import Step
 from frink_numba.cuda.device import CudaDevice
-from frink_numba.cuda.memory import in_units
 from frink_numba.layer import Layer
+from frink_numba.plan import in_units
 
 
 @dataclass(slots=True)
@@ -64,9 +64,14 @@ class Admission:
         need = self._scratch.nbytes(step.batch, step.start_pos) if self._scratch else 0
         return max(need, self._device.arena_bytes)
 
+    def most_scratch(self, step: Step) -> int:
+        """Bytes of scratch of the largest chunk at the step's position."""
+        rows = max(step.batch, self._device.body.chunk_size)
+        return self._scratch.nbytes(rows, step.start_pos) if self._scratch else 0
+
     def mirror(self, number: int, step: Step) -> int:
         """Bytes of layer `number`'s K/V rows on the device after the step."""
-        positions = step.start_pos + step.batch
+        positions = step.start_pos + step.rows
         return self._device.body.mirror_bytes(self._layers[number], step.caches[number], positions)
 
     def admitted(self) -> set[int]:

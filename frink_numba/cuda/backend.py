@@ -270,7 +270,7 @@ class CudaBackend:
         weights -= edges
         others = device.bank.bytes_of_others(self._holder) + body.mirrored_bytes
         scratch, kv_rows, page_locked, budget = device.arena_bytes, 0, 0, device.memory.bytes()
-        positions = step.start_pos + step.batch
+        positions = step.start_pos + step.rows
         for first, length in runs:
             numbers, layers = range(first, first + length), self._layers[first : first + length]
             weights += sum(body.layer_bytes(layer) for layer in layers if id(layer) not in own)

@@ -29,12 +29,3 @@ class MemoryLimit:
     def lower(self, nbytes: int) -> None:
         """Memory ran out while `nbytes` were held: no more than that from now on."""
         self._ceiling = nbytes if self._ceiling is None else min(self._ceiling, nbytes)
-
-
-def in_units(nbytes: int) -> str:
-    """Bytes for people: "1.5 GiB"."""
-    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from frink_numba.cuda.device import CudaDevice
-from frink_numba.cuda.memory import in_units
 from frink_numba.cuda.traffic import Traffic
 from frink_numba.cuda.weights import DeviceLayer
 from frink_numba.errors import DeviceError
 from frink_numba.layer import Layer
+from frink_numba.plan import in_units
 
 
 def hold_layers(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from frink_numba.cuda.memory import MemoryLimit, in_units
+from frink_numba.cuda.memory import MemoryLimit
 from frink_numba.cuda.parts import inverse_frequencies, rope_key, vectors
 from frink_numba.cuda.simt.weights import layer_bytes
 from frink_numba.cuda.traffic import Traffic
 from frink_numba.errors import SettingError
+from frink_numba.plan import in_units
 from tests.cuda.fake_gpu import fake_device
 from tests.cuda.test_run import OPTIONS
 from tests.random_layers import random_layer
