@@ -6,13 +6,13 @@ import functools
 import operator
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from frink_numba.backend import Decline, LayerCache, Run, Serve, Step
+from frink_numba.backend import Decline, Edges, LayerCache, Run, Serve, Step
 from frink_numba.cuda.admission import Admission
 from frink_numba.cuda.body import Ends, KvSource, Rows
 from frink_numba.cuda.classify import decline_reason
@@ -74,6 +74,7 @@ class CudaBackend:
         self._serve = Serve(str(device))
         self._admission = Admission(device, self._layers, served, self._holder)
         self._settled: _Settled | None = None
+        self._few_rows: tuple[Edges, Callable[[int], int] | None] | None = None
         together = len(served) == len(self._layers) > 0 and device.body.most_sequences > 0
         self._groups = Groups(device, self._layers, self._holder) if together else None
         self._traffic = Traffic()
@@ -126,6 +127,16 @@ class CudaBackend:
         except Exception as error:  # numba, cuda.core and cuda.bindings each have classes of their own
             reason = f"its free memory is not known: {self.device.failed(error)}"
         return self._serve if reason is None else Decline(reason, passing=True)
+
+    def few_rows(self, step: Step) -> tuple[int, float]:
+        """See `Backend`: the same bits, where the step ends with logits that the device makes."""
+        edges = step.edges
+        if edges is None or self.device.bank.find(edges, self._holder) is None:
+            return 1, 0.0
+        if self._few_rows is None or self._few_rows[0] is not edges:
+            self._few_rows = edges, self.device.body.few_rows(self._layers, edges)
+        at = self._few_rows[1]
+        return (1 if at is None else at(step.start_pos)), 0.0
 
     def serves_all(self, step: Step) -> Serve | None:
         """Serve when a step is like one that just ran, so that every layer need not be asked; None is no answer.

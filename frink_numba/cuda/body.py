@@ -147,6 +147,12 @@ class Body(Protocol):
     def mirror_bytes(self, layer: Layer, cache: Any, positions: int) -> int:
         """Bytes of device memory that the layer's K/V rows of `positions` positions take beside the scratch."""
 
+    def few_rows(self, layers: Sequence[Layer], edges: Edges) -> Callable[[int], int] | None:
+        """For a step from a position on: how many rows cost about what one does and get the bits of steps of their own.
+
+        None where a step of one row is nothing that the tier is for.
+        """
+
     @property
     def most_ahead(self) -> int:
         """Tokens that a run of one row may choose by itself; 0 where the tier cannot."""

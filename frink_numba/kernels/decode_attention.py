@@ -104,13 +104,23 @@ class DecodeAttentions:
             raise ShapeError(f"sequences of 1 to {MOST_ROWS} rows are served, got {sequences} of {most_rows}")
         variant = variant_of(shape, most_rows, self._shelf.overlap, self._shared)
         tiles = -(-most_rows * shape.group // variant.queries)
-        # As many as one row of each sequence would have: the cut of the keys must not depend on the number of rows.
-        one = variant_of(shape, 1, self._shelf.overlap, self._shared)
-        tasks = -(-shape.group // one.queries) * shape.n_kv_heads * sequences
-        cut = parts or max(1, min(MOST_PARTS, 2 * self.multiprocessors // tasks))
+        cut = parts or self._parts(shape, sequences)
         if not 1 <= cut <= MOST_PARTS:
             raise ShapeError(f"keys are cut into 1 to {MOST_PARTS} parts, not {cut}")
         return DecodeAttention(shape, sequences, tiles, cut, variant, self._kernel(variant))
+
+    def alike(self, shape: DecodeShape, start: int, rows: int) -> int:
+        """How many of the rows of one sequence from `start` on get the very bits that launches of their own would give.
+
+        Of the shape, only the heads and the window count.
+        """
+        return cut_alike(shape.window, self._parts(shape, 1), start, rows)
+
+    def _parts(self, shape: DecodeShape, sequences: int) -> int:
+        """As many as one row of each sequence would have: the cut of the keys must not depend on the rows."""
+        variant = variant_of(shape, 1, self._shelf.overlap, self._shared)
+        tasks = -(-shape.group // variant.queries) * shape.n_kv_heads * sequences
+        return max(1, min(MOST_PARTS, 2 * self.multiprocessors // tasks))
 
     def _kernel(self, variant: DecodeKernel) -> LoadedKernel:
         source, arguments = source_of(variant), decode_attention_kernel.ARGUMENTS
@@ -119,6 +129,23 @@ class DecodeAttentions:
     def close(self) -> None:
         """Unload the kernels; their launches must not run any more."""
         self._shelf.close()
+
+
+def cut_alike(window: int, parts: int, start: int, rows: int) -> int:
+    """How many of `rows` rows from position `start` on have their keys cut as those of the first.
+
+    Each query has sums of its own, in an order that follows from the cut alone.
+    """
+    cut = _cut(window, parts, start)
+    return next((row for row in range(1, rows) if _cut(window, parts, start + row) != cut), rows)
+
+
+def _cut(window: int, parts: int, position: int) -> tuple[int, int, int]:
+    """Where the keys of a row begin to be read, and into how many parts of what length the kernel cuts them."""
+    begin = (position + 1 - window) & -STEP if 0 < window < position + 1 else 0
+    span = position + 1 - begin
+    length = max(LEAST_KEYS, -(-span // (parts * STEP)) * STEP)
+    return begin, -(-span // length), length
 
 
 def variant_of(shape: DecodeShape, most_rows: int, overlap: bool, block_shared: int) -> DecodeKernel:
@@ -148,23 +175,6 @@ class DecodeAttention:
     parts: int
     variant: DecodeKernel
     kernel: LoadedKernel
-
-    def alike(self, start: int, rows: int) -> int:
-        """How many of `rows` rows from position `start` on get the very bits that a launch of their own would give.
-
-        Each query has sums of its own, in an order that follows from the cut of the keys alone: the rows before the
-        first whose cut is another one.
-        """
-        cut = self._cut(start)
-        return next((row for row in range(1, rows) if self._cut(start + row) != cut), rows)
-
-    def _cut(self, position: int) -> tuple[int, int, int]:
-        """Where the keys of a row begin to be read, and into how many parts of what length the kernel cuts them."""
-        window = self.shape.window
-        begin = (position + 1 - window) & -STEP if 0 < window < position + 1 else 0
-        span = position + 1 - begin
-        length = max(LEAST_KEYS, -(-span // (self.parts * STEP)) * STEP)
-        return begin, -(-span // length), length
 
     @property
     def _places(self) -> tuple[int, int, int]:

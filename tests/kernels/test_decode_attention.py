@@ -8,9 +8,9 @@ import pytest
 from frink_numba.errors import BackendUnavailable, ShapeError
 from frink_numba.kernels.cubins import Target, compile_kernel
 from frink_numba.kernels.decode_attention import (
-    DecodeAttention,
     DecodeAttentions,
     DecodeShape,
+    cut_alike,
     source_of,
     variant_of,
     why_not,
@@ -46,8 +46,6 @@ def test_shared_memory_fits(head_dim: int, limit: int) -> None:
 @pytest.mark.parametrize("parts", [1, 3, 32])
 def test_rows_whose_keys_are_cut_alike(window: int, parts: int) -> None:
     """Issue 7: each row's part edges, as the kernel cuts the keys it sees, are those of the first; most rows are."""
-    shape = DecodeShape(8, 2, 64, window=window)
-    attention = DecodeAttention(shape, 1, 1, parts, variant_of(shape, 1, True, 227 << 10), None)  # type: ignore[arg-type]
 
     def edges(position: int) -> list[int]:
         begin = max(0, position + 1 - window) // 128 * 128 if window else 0
@@ -59,7 +57,7 @@ def test_rows_whose_keys_are_cut_alike(window: int, parts: int) -> None:
 
     found = []
     for start in range(3000):
-        alike = attention.alike(start, 8)
+        alike = cut_alike(window, parts, start, 8)
         found.append(alike)
         assert all(edges(start + row) == edges(start) for row in range(alike))
         assert alike == 8 or edges(start + alike) != edges(start)

@@ -139,7 +139,7 @@ def test_rows_have_the_bits_of_launches_of_their_own(
     """Issue 7: what several rows verify is what one row after the other would have said."""
     case = Case(shape, [(rows, start)], sinks=start % 2 == 1)
     ran = case.run(attentions)
-    alike = attentions.attention(shape, sequences=1, most_rows=rows).alike(start, rows)
+    alike = attentions.alike(shape, start, rows)
     for row in range(alike):
         single = alone(case, ran, row).run(attentions)
         assert np.array_equal(single["out"][0][0], ran["out"][0][row]), f"row {row} of {alike} that are alike"

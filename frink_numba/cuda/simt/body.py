@@ -87,6 +87,9 @@ class SimtBody:
     def forget_unused(self) -> None:
         """As `forget`."""
 
+    def few_rows(self, layers: Sequence[Layer], edges: Edges) -> None:
+        return None
+
     def why_not_edges(self, edges: Edges) -> str | None:
         return "the simt tier serves layers only"
 

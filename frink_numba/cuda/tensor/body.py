@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from frink_numba.cuda.runtime import Runtime
 from frink_numba.cuda.shapes import LayerShape
 from frink_numba.cuda.tensor.ahead import go_ahead
 from frink_numba.cuda.tensor.edges import TensorEdges, decline_edges, edges_bytes, logits_rows, upload_edges
+from frink_numba.cuda.tensor.few_rows import FewRows
 from frink_numba.cuda.tensor.group import GroupRun
 from frink_numba.cuda.tensor.group_program import MOST_SEQUENCES, GroupProgram, GroupScratch, GroupShape
 from frink_numba.cuda.tensor.lifts import lifted
@@ -112,6 +113,9 @@ class TensorBody:
 
     def forget_unused(self) -> None:
         self._mirrors.forget_unused()
+
+    def few_rows(self, layers: Sequence[Layer], edges: Edges) -> Callable[[int], int]:
+        return FewRows(self.kernels, layers, edges).at
 
     def why_not_edges(self, edges: Edges) -> str | None:
         return decline_edges(edges)
