@@ -1,7 +1,7 @@
-"""Renders the generated parts of README.md: environment variables from settings.py, figures from the receipts.
+"""Renders the generated parts of README.md, and its chart: all from settings.py and benchmarks/receipts.
 
-    python benchmarks/render_table.py            rewrites README.md
-    python benchmarks/render_table.py --check    exits 1 when it would change
+    python -m benchmarks.render_table            rewrites README.md and docs/prefill.svg
+    python -m benchmarks.render_table --check    exits 1 when it would change one
 
 A generated part stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
 """
@@ -9,16 +9,19 @@ A generated part stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks import chart
 from frink_numba import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 RECEIPTS = ROOT / "benchmarks" / "receipts"
+CHART = ROOT / "docs" / "prefill.svg"
 KERNELS = ("gemm", "attention", "decode-kernels")  # figures of single kernels stand on their pages in docs/kernels
+MODES = ("invariant",)  # and those of a mode on its own page
+TIMELINE = "timeline"
 
 
 def figures_table(folder: Path = RECEIPTS) -> str:
@@ -27,12 +30,40 @@ def figures_table(folder: Path = RECEIPTS) -> str:
         "| what | figure | p20 to p80 | backend | against | ratio | machine | receipt |",
         "| --- | ---: | ---: | --- | --- | ---: | --- | --- |",
     ]
-    for path in sorted(folder.glob("*.json")):
-        document = json.loads(path.read_text("utf-8"))
-        if path.stem.startswith(KERNELS):
-            continue
-        lines += [_row(row, document["machine"], path.stem) for row in document["rows"]]
+    for path, document, row in chart.receipts_rows(folder):
+        if not path.stem.startswith((*KERNELS, TIMELINE)):
+            lines.append(_row(row, document["machine"], path.stem))
     return "\n".join(lines)
+
+
+def timeline_table(folder: Path = RECEIPTS) -> str:
+    """Where steps spend their time: one row a case of the timelines' receipts, in microseconds."""
+    cases: dict[str, dict[str, float]] = {}
+    places: dict[str, str] = {}
+    for path, document, row in chart.receipts_rows(folder):
+        if path.stem.startswith(TIMELINE):
+            case, _, part = row["case"].partition(": ")
+            cases.setdefault(case, {})[part] = row["value"]
+            places[case] = f"{document['machine']}, [{path.stem}](benchmarks/receipts/{path.name})"
+    lines = [
+        "| step | µs | kernels alone | step / kernels | gaps | copies that nothing hides | host share | where |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for case, parts in cases.items():
+        gaps = parts["all launches"] - parts["kernels alone"]
+        copies = parts["step"] - parts["without rows"]
+        figures = [parts["step"], parts["kernels alone"], gaps, copies]
+        step, alone, between, down = (f"{figure:,.0f}" for figure in figures)
+        ratio, host = f"{parts['step / kernels alone']:.2f}", f"{parts['host share']:.0f} %"
+        lines.append("| " + " | ".join([case, step, alone, ratio, between, down, host, places[case]]) + " |")
+    return "\n".join(lines)
+
+
+def chart_part(folder: Path = RECEIPTS) -> str:
+    """The chart's image and where its points are from."""
+    return f"![Prefill speed by prompt length, ours and other engines]({CHART.relative_to(ROOT)})\n\n" + chart.caption(
+        folder
+    )
 
 
 def _row(row: dict[str, Any], machine: str, receipt: str) -> str:
@@ -61,9 +92,15 @@ def _figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def rendered(text: str) -> str:
+def rendered(text: str, folder: Path = RECEIPTS) -> str:
     """README `text` with its generated parts anew; ValueError when a part's marks are missing."""
-    for name, table in (("settings", settings.markdown_table()), ("figures", figures_table())):
+    parts = {
+        "settings": settings.markdown_table(),
+        "chart": chart_part(folder),
+        "figures": figures_table(folder),
+        "timeline": timeline_table(folder),
+    }
+    for name, table in parts.items():
         pattern = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.DOTALL)
         text, count = pattern.subn(lambda match, table=table: f"{match[1]}{table}\n{match[2]}", text)
         if count != 1:
@@ -72,20 +109,20 @@ def rendered(text: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing, exit 1 when README.md is out of step")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing, exit 1 when something is out of step")
     check = parser.parse_args().check
-    path = ROOT / "README.md"
-    before = path.read_text("utf-8")
-    after = rendered(before)
-    if after == before:
-        return 0
-    if check:
-        print("README.md is out of step: run `make readme`")
-        return 1
-    path.write_text(after, "utf-8")
-    print("README.md rendered")
-    return 0
+    readme = ROOT / "README.md"
+    wanted = {readme: rendered(readme.read_text("utf-8")), CHART: chart.draw(chart.points(RECEIPTS))}
+    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text("utf-8") != text]
+    for path in stale:
+        name = path.relative_to(ROOT)
+        if check:
+            print(f"{name} is out of step: run `make readme`")
+            continue
+        path.write_text(wanted[path], "utf-8")
+        print(f"{name} rendered")
+    return 1 if check and stale else 0
 
 
 if __name__ == "__main__":
