@@ -37,9 +37,9 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Renders README's tables: environment variables from settings.py, figures from benchmarks/receipts/.
+# Renders README's tables and chart: environment variables from settings.py, figures from benchmarks/receipts/.
 readme: $(VENV)/.installed
-	$(BIN)/python benchmarks/render_table.py
+	$(BIN)/python -m benchmarks.render_table
 
 clean:
 	test ! -f $(VENV)/pyvenv.cfg || rm -rf $(VENV)
