@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from frink_numba.kernels.fused_attention import SEQUENCE
 from frink_numba.kernels.gemm import DeviceWeights
 from frink_numba.kernels.gemm_pack import pack
-from frink_numba.kernels.sample import Samplers
+from frink_numba.kernels.sample import NextStep, Samplers
 from tests.kernels.gemm_device import address, dequantized
 from tests.kernels.packed_weights import random_matrix
 
@@ -76,4 +77,47 @@ def test_largest_logit(samplers: Samplers, count: int) -> None:
         back = ids.copy_to_host()
         assert back[-1] == -1
         assert np.array_equal(back[:7], logits.argmax(axis=1))
+    assert not workspace.copy_to_host().any()
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_the_next_step_of_each_sequence(samplers: Samplers, rows: int) -> None:
+    """Ids and answers, one position further in every record, padding of the vocabulary never, -1 for no numbers."""
+    from numba import cuda
+
+    rng = np.random.default_rng(rows)
+    layers, most, count, pitch, start = 300, 6, 1000, 1024, 17
+    records = np.zeros((layers, rows), SEQUENCE)
+    records["start_pos"], records["rows"], records["first_row"] = start, 1, np.arange(rows)
+    records["kv_row"], records["k_base"], records["v_base"] = 2, 1 << 40, 3 << 40
+    table = cuda.to_device(records.view(np.uint8).ravel())
+    answers = cuda.to_device(np.full((rows, most), -9, np.int32))
+    done = cuda.to_device(np.zeros(rows, np.int32))
+    positions = cuda.to_device(np.full(rows, start, np.int32))
+    ids = cuda.to_device(np.full(rows, -9, np.int32))
+    workspace = cuda.to_device(np.zeros(samplers.argmax_workspace(rows), np.uint8))
+    step = NextStep(*(address(x) for x in (answers, done, positions, table)), layers, most)
+    want = []
+    for number in range(4):
+        logits = rng.standard_normal((rows, pitch)).astype(np.float32)
+        logits[:, count:] = 100
+        if number == 2:
+            logits[rows - 1, 333] = np.nan
+        held = cuda.to_device(logits)
+        how = {"workspace": address(workspace), "pitch": pitch, "next_step": step}
+        samplers.argmax(address(held), rows, count, address(ids), **how)(0)
+        cuda.synchronize()
+        want.append(logits[:, :count].argmax(axis=1))
+        assert np.array_equal(ids.copy_to_host(), want[-1])
+        if number == 2:
+            assert want[-1][rows - 1] == 333
+            want[-1][rows - 1] = -1
+    back = answers.copy_to_host()
+    assert np.array_equal(back[:, :4], np.array(want).T)
+    assert (back[:, 4:] == -9).all()
+    assert (done.copy_to_host() == 4).all()
+    assert (positions.copy_to_host() == start + 4).all()
+    records["start_pos"] += 4
+    records["kv_row"] += 4
+    assert table.copy_to_host().tobytes() == records.tobytes()
     assert not workspace.copy_to_host().any()
