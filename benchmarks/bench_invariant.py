@@ -34,7 +34,7 @@ def measured(given: argparse.Namespace) -> list[Row]:
     for name in given.shapes.split(","):
         for tokens in given.tokens.split(","):
             rows.append(bench_prefill.measure(name, int(tokens), given.backend, given.runs, False))
-        rows.append(bench_decode.measure(name, _PROMPT, given.backend, given.new_tokens))
+        rows += bench_decode.measure(name, _PROMPT, given.backend, given.new_tokens, given.runs)
     return rows
 
 

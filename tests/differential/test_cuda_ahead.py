@@ -1,4 +1,4 @@
-"""Greedy answers on a GPU: tokens chosen there are those of single steps to the bit, and the host's where it is sure."""
+"""Greedy answers on a GPU: the tokens chosen there are those of single steps, and the host's where it is sure."""
 
 from __future__ import annotations
 
