@@ -7,7 +7,7 @@ library merges within each word.
 from __future__ import annotations
 
 from functools import cache
-from itertools import chain
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from frink_numba.errors import GgufError
@@ -76,16 +76,16 @@ def _model(vocabulary: Vocabulary, spellings: dict[str, int], whole_words: bool)
 
     if vocabulary.merges is None:
         raise GgufError(f"key {GROUP}merges is missing, which a byte-level vocabulary needs")
-    try:
-        pairs = [(left, right) for left, right in (merge.split(" ") for merge in vocabulary.merges)]
-    except ValueError:
-        i = next(i for i, merge in enumerate(vocabulary.merges) if merge.count(" ") != 1)
-        raise GgufError(
-            f"key {GROUP}merges: item {i}, {vocabulary.merges[i][:80]!r}, is not two tokens and a blank"
-        ) from None
+    merges = vocabulary.merges
+    blanks = list(map(str.count, merges, repeat(" ")))
+    if blanks.count(1) != len(merges):
+        i = next(i for i, count in enumerate(blanks) if count != 1)
+        raise GgufError(f"key {GROUP}merges: item {i}, {merges[i][:80]!r}, is not two tokens and a blank")
+    parts = " ".join(merges).split(" ") if merges else []
+    pairs = list(zip(parts[::2], parts[1::2], strict=True))
     # Checked here, since the library panics when a merge makes a token that is not there.
-    needed = {*chain.from_iterable(pairs), *map("".join, pairs)}
-    if not needed <= spellings.keys():
+    known = spellings.__contains__
+    if not (all(map(known, parts)) and all(map(known, map("".join, pairs)))):
         pairs = _reachable(pairs, vocabulary, spellings)
     return BPE(vocab=spellings, merges=pairs, ignore_merges=whole_words)
 

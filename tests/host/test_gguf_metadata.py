@@ -9,6 +9,7 @@ import pytest
 
 from frink_numba.errors import GgufError
 from frink_numba.host.gguf import GgufFile
+from frink_numba.host.gguf_metadata import _decoded_strings
 from tests import gguf_bytes as raw
 from tests.gguf_writer import write_gguf
 
@@ -117,3 +118,27 @@ def test_values_are_decoded_once(tmp_path: Path) -> None:
     assert model.metadata["tokens"] == ["a", "b"]
     with pytest.raises(GgufError, match=r"once\.gguf: the file was closed"):
         model.metadata["left"]
+
+
+def test_strings_decoded_together_are_those_decoded_alone() -> None:
+    """Broken UTF-8 at the end of a string takes nothing from the next, and a string may hold a NUL."""
+    rng = np.random.default_rng(0)
+    pieces = [
+        b"a",
+        b"\xc3\xa9",
+        b"\xe2\x82\xac",
+        b"\xf0\x9f\xa6\x99",
+        b"\xc3",
+        b"\xe2\x82",
+        b"\xf0\x9f",
+        b"\xff",
+        b"\x80",
+    ]
+    for nul in (False, True):
+        for _ in range(300):
+            texts = [b"".join(pieces[i] for i in rng.integers(0, len(pieces), rng.integers(0, 4))) for _ in range(5)]
+            if nul:
+                texts[2] += b"\0" + texts[1]
+            assert _decoded_strings(texts) == [text.decode("utf-8", "replace") for text in texts]
+    assert _decoded_strings([]) == []
+    assert _decoded_strings([b""]) == [""]
