@@ -35,7 +35,10 @@ _BASE_ROWS = 512  # rows that are really quantized; more rows repeat them
 
 @dataclass(frozen=True)
 class Model:
-    """Widths of a model. `layers`: kinds of (q and k, v, o, gate and up, down) of its sorts of layers, equally many."""
+    """Widths of a model. `layers`: kinds of (q and k, v, o, gate and up, down) of its sorts of layers, equally many.
+
+    head: kind and rows of the product that gives the logits.
+    """
 
     hidden: int
     heads: int
@@ -43,14 +46,15 @@ class Model:
     head_dim: int
     ffn: int
     layers: tuple[tuple[str, str, str, str, str], ...]
+    head: tuple[str, int] = ("Q6_K", 128256)
 
 
 _K_M = (("Q4_K", "Q4_K", "Q4_K", "Q4_K", "Q4_K"), ("Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q6_K"))
 MODELS = {
-    "smollm2 Q4_1": Model(576, 9, 3, 64, 1536, (("Q4_1",) * 5,)),
+    "smollm2 Q4_1": Model(576, 9, 3, 64, 1536, (("Q4_1",) * 5,), ("Q8_0", 49152)),
     "3b Q4_K_M": Model(3072, 24, 8, 128, 8192, _K_M),
     "8b Q4_K_M": Model(4096, 32, 8, 128, 14336, _K_M),
-    "8b Q8_0": Model(4096, 32, 8, 128, 14336, (("Q8_0",) * 5,)),
+    "8b Q8_0": Model(4096, 32, 8, 128, 14336, (("Q8_0",) * 5,), ("Q8_0", 128256)),
 }
 
 
@@ -96,7 +100,6 @@ class Bench:
         torch.zeros(1, device="cuda")
         self.thins = ThinGemms((properties.major, properties.minor), properties.multi_processor_count)
         self.attentions = DecodeAttentions((properties.major, properties.minor), properties.multi_processor_count)
-        self.workspace = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
         self._bases: dict[tuple[str, int, bool], tuple[Any, Any, Any]] = {}
         self.kept: list[Any] = []
 
@@ -127,12 +130,10 @@ class Bench:
     def launch(self, step: Step, hidden: Any, operand: Any, scale: Any, out: Any, out_scale: Any) -> Any:
         """A launch of one product as a layer has it."""
         weights = self.weights(step)
-        norm = step.name in ("qkv", "qk", "v", "gate+up")
+        norm = step.name in ("qkv", "qk", "v", "gate+up", "head")
         product = self.thins.product(
             weights, self.rows, gate="swiglu" if step.gated else "", half=step.gated, norm=norm
         )
-        if product.workspace > self.workspace.numel():
-            raise RuntimeError(f"the workspace needs {product.workspace} bytes")
         ones = self.zeros(step.k) + 1
         self.kept.append(ones)
         x = NormRows(hidden.data_ptr(), ones.data_ptr(), 1e-5)
@@ -140,7 +141,7 @@ class Bench:
         adds = step.name in ("o", "down")
         target = hidden if adds else out
         return product.bind(
-            weights, x if norm else rows, target.data_ptr(), workspace=self.workspace.data_ptr(), add=adds,
+            weights, x if norm else rows, target.data_ptr(), add=adds,
             out_scale=out_scale.data_ptr() if step.gated else 0,
         )  # fmt: skip
 
@@ -164,7 +165,8 @@ class Bench:
     def layer(self, model: Model, steps: list[Step], context: int = 0) -> list[Any]:
         """The launches of a layer's products, on buffers of their own; with its attention where there is a context."""
         torch, m = self.torch, self.rows
-        hidden, qkv = self.zeros(m, model.hidden), self.zeros(m, (model.heads + 2 * model.kv_heads) * model.head_dim)
+        width = max((model.heads + 2 * model.kv_heads) * model.head_dim, *(s.n for s in steps))
+        hidden, qkv = self.zeros(m, model.hidden), self.zeros(m, width)
         hidden.normal_()
         attended = self.zeros(m, model.heads * model.head_dim, kind=torch.float16)
         gated, scale = self.zeros(m, model.ffn, kind=torch.float16), self.zeros(256) + 1
@@ -282,15 +284,22 @@ def main() -> int:
                 )
                 bench.forget()
             if arguments.products:
-                for step in {(s.name, s.kind): s for steps in sorts for s in steps}.values():
+                products = {(s.name, s.kind): s for steps in sorts for s in steps}
+                products["head", ""] = Step("head", model.head[0], model.head[1], model.hidden)
+                for step in products.values():
                     copies = min(64, max(2, int(ROTATED_BYTES // step.stored) + 1))
                     launches = [launch for _ in range(copies) for launch in bench.layer(model, [step])]
                     seconds = [s / copies for s in bench.time(launches)]
                     print(
                         f"    {step.name:8} {step.kind} N={step.n} K={step.k}: {median(seconds) * 1e6:6.2f} us "
-                        f"{step.stored / median(seconds) / 1e12:.2f} TB/s",
+                        f"{step.stored / median(seconds) / 1e12:.2f} TB/s, "
+                        f"{step.stored / median(seconds) / median(copy):.2f} of the copy",
                         flush=True,
                     )
+                    label = f"{name} M={m}, {step.name} {step.kind} {step.n} x {step.k}"
+                    rows.append(Row.from_samples(label, "us", [s * 1e6 for s in seconds], "cuda"))
+                    shares = [step.stored / s / median(copy) for s in seconds]
+                    rows.append(Row.from_samples(label, "share of the copy", shares, "cuda"))
                     bench.forget()
     if arguments.receipt:
         import torch

@@ -6,13 +6,13 @@ In order of use; the weights are the same device copies that the prefill product
 
     thins = ThinGemms((9, 0), multiprocessors=132)              # per device
     product = thins.product(weights, m, norm=True)              # weights: gemm.DeviceWeights; compiles or loads
-    launch = product.bind(weights, NormRows(hidden, norm_weight, eps), out, workspace=address)
+    launch = product.bind(weights, NormRows(hidden, norm_weight, eps), out)
     launch(stream)                                              # graphs capture it
 
-All arguments are frozen when bound, M included: one product per M (the code is shared by M = 1..8 and by 9..16). The
-workspace is one per stream, `product.workspace` bytes or more (0 for most), zeroed once; launches leave it zero where
-it matters. On sm_90 a launch starts while its predecessor still runs and fetches its weights ahead, so that everything
-launched on the stream between two thin products must finish its writes before its own end, as kernels do.
+All arguments are frozen when bound, M included: one product per M (the code is shared by M = 2..8 and by 9..16). A
+row's result does not depend, to the bit, on the other rows of a launch or on their number. On sm_90 a launch starts
+while its predecessor still runs and fetches its weights ahead, so that everything launched on the stream between two
+thin products must finish its writes before its own end, as kernels do.
 
 `thin_gemm_kernel.py` is the kernel, `thin_gemm_plan.py` says how the work is cut.
 """
@@ -28,8 +28,8 @@ from frink_numba.kernels.cubins import Source
 from frink_numba.kernels.gemm import DeviceWeights, HalfRows
 from frink_numba.kernels.gemm_epilogue import GATES, Epilogue
 from frink_numba.kernels.launch import KernelShelf, Launch, LoadedKernel
-from frink_numba.kernels.thin_gemm_kernel import MOST_NORM_COLUMNS, THREADS, ThinGemm
-from frink_numba.kernels.thin_gemm_plan import MOST_ROWS, ThinDevice, ThinPlan, thin_plan
+from frink_numba.kernels.thin_gemm_kernel import MOST_NORM_COLUMNS, NORM_THREADS, ThinGemm
+from frink_numba.kernels.thin_gemm_plan import MOST_ROWS, ThinDevice, ThinPlan, sums_bytes, thin_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,12 @@ class ThinGemms:
         gate: str = "",
         half: bool = False,
         norm: bool = False,
-        row_groups: int | None = None,
+        cut: tuple[int, int] | None = None,
     ) -> ThinProduct:
         """The product of `m` rows (1..16) with such weights.
 
         gate: as in Epilogue, for a gated pack; half: f16 result with powers of two, else float32; norm: the operand is
-        a NormRows (RMS norm fused), else a HalfRows. row_groups forces the cut (tests and benchmarks).
+        a NormRows (RMS norm fused), else a HalfRows. cut: R and P of `thin_gemm_plan.py` (tests and benchmarks).
         """
         if not 1 <= m <= MOST_ROWS:
             raise ShapeError(f"a thin product has 1 to {MOST_ROWS} rows, got {m}")
@@ -74,9 +74,9 @@ class ThinGemms:
             raise ShapeError(
                 f"a fused norm takes rows of at most {MOST_NORM_COLUMNS} columns, got {weights.cols}: normalize first"
             )
-        plan = thin_plan(weights.kind, m, weights.rows, weights.cols, self.device, row_groups)
+        plan = thin_plan(weights.kind, m, weights.rows, weights.cols, self.device, cut)
         variant = variant_of(plan, weights.kind, weights.cols, Epilogue(gate, half), norm, self._shelf.overlap)
-        kernel = self._kernel(variant, variant.shared(m, plan.part_columns))
+        kernel = self._kernel(variant, variant.shared(m, plan))
         return ThinProduct(m, weights.outputs, weights.cols, kernel, variant, plan)
 
     def _kernel(self, variant: ThinGemm, shared: int) -> LoadedKernel:
@@ -91,13 +91,14 @@ class ThinGemms:
 def variant_of(plan: ThinPlan, kind: str, cols: int, epilogue: Epilogue, norm: bool, overlap: bool) -> ThinGemm:
     """What has to be compiled for a plan."""
     columns = -(-cols // 64) * 64
-    vectors = -(-columns // (4 * THREADS)) if norm else 0
-    return ThinGemm(kind, plan.tokens, plan.row_groups, plan.slots, epilogue, vectors, overlap)
+    vectors = -(-columns // (4 * NORM_THREADS)) if norm else 0
+    cut = (plan.tokens, plan.row_groups, plan.k_groups, plan.slots)
+    return ThinGemm(kind, *cut, epilogue, vectors, overlap, plan.parts > 1)
 
 
 def source_of(variant: ThinGemm) -> Source:
-    """What to compile for a variant."""
-    return Source(f"thin_gemm {variant!r}", functools.partial(thin_gemm_kernel.build, variant), THREADS, 2)
+    """What to compile for a variant: two launches share a multiprocessor."""
+    return Source(f"thin_gemm {variant!r}", functools.partial(thin_gemm_kernel.build, variant), variant.threads, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +112,6 @@ class ThinProduct:
     variant: ThinGemm
     plan: ThinPlan
 
-    @property
-    def workspace(self) -> int:
-        """Bytes of the workspace: counters and sums where K is cut over blocks, else 0."""
-        return self.plan.workspace
-
     def bind(
         self,
         weights: DeviceWeights,
@@ -123,7 +119,6 @@ class ThinProduct:
         out: int,
         pitch: int | None = None,
         *,
-        workspace: int = 0,
         add: bool = False,
         out_scale: int = 0,
     ) -> Launch:
@@ -145,8 +140,6 @@ class ThinProduct:
             raise ShapeError("only a plain float32 result can be added to")
         if epilogue.half and not out_scale:
             raise ShapeError("an f16 result needs out_scale")
-        if plan.workspace and not workspace:
-            raise ShapeError(f"this product needs a workspace of {plan.workspace} bytes")
         pitch = self.outputs * epilogue.item if pitch is None else pitch
         if pitch < self.outputs * epilogue.item or pitch % epilogue.item:
             raise ShapeError(
@@ -155,8 +148,9 @@ class ThinProduct:
         rows = (x.hidden, x.weight, 0) if isinstance(x, NormRows) else (x.half, x.scale, x.norm)
         eps = x.eps if isinstance(x, NormRows) else 0.0
         pieces = plan.part_columns // 8
-        addresses = (*rows, out, weights.data, weights.row_scale, weights.bias, out_scale, workspace)
-        shape = (self.m, self.outputs, pitch, self.cols, plan.units, plan.k_parts, plan.part_items, plan.part_columns)
+        addresses = (*rows, out, weights.data, weights.row_scale, weights.bias, out_scale)
+        shape = (self.m, self.outputs, pitch, self.cols, -(-weights.rows // 16), plan.units)
+        parts = (plan.parts, plan.part_items, plan.part_columns, sums_bytes(weights.kind, plan.part_columns))
         return self.kernel.bind(
-            plan.blocks, *addresses, eps, *weights.bounds(), *shape, -(-(1 << 32) // pieces), int(add)
+            plan.blocks, *addresses, eps, *weights.bounds(), *shape, *parts, -(-(1 << 32) // pieces), int(add)
         )

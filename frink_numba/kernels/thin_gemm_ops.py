@@ -7,15 +7,17 @@ fragment functions of `gemm_kinds.py` find everything where a slab would have it
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from frink_numba.kernels.gates import activate
-from frink_numba.kernels.gemm_emit import PtxMachine, header_words
+from frink_numba.kernels.gemm_emit import header_words
 from frink_numba.kernels.gemm_epilogue import Epilogue
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, SLAB, THREADS
 from frink_numba.kernels.gemm_store import out_scales
 from frink_numba.kernels.ptx import Emitter, Register, emitted
-from frink_numba.kernels.thin_gemm_plan import WARPS, item_steps, partial_room, sum_registers
+from frink_numba.kernels.thin_gemm_plan import item_steps, partial_room, sum_registers
+from frink_numba.kernels.thin_gemm_scales import SCHEMES, ThinMachine
 
 _HEADER_REGIONS = {"Q3_K": (2, 4, 4, 4)}  # bytes a row of each region of a header; else the header is one region
 
@@ -44,7 +46,10 @@ def _less(e: Emitter, a: Register, b: Register | int) -> Any:
 
 @functools.cache
 def fetch_item(name: str) -> Any:
-    """fetch(source, quarter, slot, place, lane, steps): start the copies of a quarter's item, `steps` of it or more."""
+    """fetch(source, quarter, slot, place, lane, steps): start the copies of a quarter's item, `steps` of it or more.
+
+    source: of the slab's item, plus 16 bytes a lane; quarter: of the slab.
+    """
     regions = item_regions(name)
 
     @emitted(None, "u64", "u32", "u32", "u32", "u32", "u32")
@@ -57,22 +62,20 @@ def fetch_item(name: str) -> Any:
         lane: Register,
         steps: Register,
     ) -> None:
-        piece = lane << 4
+        target = slot + (lane << 4)
         ends: dict[int, tuple[Register, Register]] = {}  # by the bytes of a quarter
         for _, size, _ in regions:
             if size not in ends:
-                ends[size] = (slot + place * size + piece, source + e.widen(quarter * size + piece))
+                ends[size] = (target + place * size, source + e.widen(quarter) * size)
 
         def copy(at: int, size: int) -> None:
-            target, start = ends[size]
             for k in range(0, size, 512):
-                arguments = [target + (at + k), start + (at + k)]
-                here = "cp.async.cg.shared.global [$0], [$1], 16;"
+                here = f"cp.async.cg.shared.global [$0+{at + k}], [$1+{at + k}], 16;"
                 if size - k >= 512:
-                    e.asm(here, None, arguments)
+                    e.asm(here, None, ends[size])
                     continue
                 template = f"{{\n.reg .pred p;\nsetp.lt.u32 p, $2, {(size - k) // 16};\n@p {here}\n}}"
-                e.asm(template, None, [*arguments, lane])
+                e.asm(template, None, [*ends[size], lane])
 
         for step in range(regions[-1][2] + 1):
             own = [(at, size) for at, size, of in regions if of == step]
@@ -87,18 +90,63 @@ def fetch_item(name: str) -> Any:
     return fetch
 
 
+def acc_registers(name: str, tokens: int) -> int:
+    """float32 registers of a lane's sums while K is walked through."""
+    return sum_registers(tokens) if name in SCHEMES else 2 * _tiles(tokens) * 4
+
+
+def _tiles(tokens: int) -> int:
+    """Products of eight columns side by side."""
+    return 2 if tokens == 16 else 1
+
+
+def _own(tokens: int) -> tuple[int, ...]:
+    """Of the four results of a product, those that count: with one row of x, one for each of the two rows of W."""
+    return (0, 2) if tokens == 1 else (0, 1, 2, 3)
+
+
+class _Product:
+    """Emits a quarter's item."""
+
+    def __init__(self, e: Emitter, x: Sequence[Register]) -> None:
+        self.e, self.x = e, x
+        self.none = [e.constant("f32", 0.0)] * 4
+
+    def columns(self, at: int) -> list[list[Register]]:
+        """B operands of 32 columns from byte `at` of the item's x: for each eight rows of x, two of two registers."""
+        load = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];"
+        return [self.e.asm(load, "u32x4", [source + at]) for source in self.x]
+
+    def mma(self, a: Sequence[Register], b: Sequence[Register], c: Sequence[Register]) -> list[Register]:
+        """m16n8k16, or m16n8k8 with two registers of A and one of B."""
+        k = 8 * len(b)
+        names = [f"${i}" for i in range(4 + len(a) + len(b))]
+        sets = (names[:4], names[4 : 4 + len(a)], names[4 + len(a) :], names[:4])
+        operands = ", ".join(f"{{{','.join(group)}}}" for group in sets)
+        return self.e.asm(
+            f"mma.sync.aligned.m16n8k{k}.row.col.f32.f16.f16.f32 {operands};", "f32x4", [*a, *b], tied=c, pure=True
+        )
+
+    def fma(self, a: Register, b: Register, c: Register | None) -> Register:
+        """a * b + c rounded once, or a * b: never anything else, so that results do not depend on the compiler."""
+        if c is None:
+            return self.e.asm("mul.rn.f32 $0, $1, $2;", "f32", [a, b], pure=True)
+        return self.e.asm("fma.rn.f32 $0, $1, $2, $3;", "f32", [a, b, c], pure=True)
+
+
 @functools.cache
 def multiply_item(name: str, tokens: int) -> Any:
-    """multiply(acc, slot, place, lane, x, x_high, steps) -> acc: a quarter's item times the rows of x.
+    """multiply(acc, slot, place, lane, x, x_high, sums, sums_high, steps) -> acc: a quarter's item times the rows of x.
 
-    x: this lane's address for `ldmatrix` of rows 0..7 at the item's first column; x_high: of rows 8..15. acc: two sums
-    that take turns, so that products need not wait for each other; each has sum_registers(tokens).
+    x: this lane's address for `ldmatrix` of rows 0..7 at the item's first column; x_high: of rows 8..15. sums,
+    sums_high: the lane's address of the sums of x for the item (see `thin_gemm_rows.py`). acc: acc_registers(name,
+    tokens).
     """
-    kind = FRAGMENT_KINDS[name]
-    size = sum_registers(tokens)
-    count = item_steps(kind)
+    kind, scheme = FRAGMENT_KINDS[name], SCHEMES.get(name)
+    size, count = acc_registers(name, tokens), item_steps(kind)
+    tiles, own = _tiles(tokens), _own(tokens)
 
-    @emitted(f"f32x{2 * size}", f"f32x{2 * size}", "u32", "u32", "u32", "u32", "u32", "u32")
+    @emitted(f"f32x{size}", f"f32x{size}", "u32", "u32", "u32", "u32", "u32", "u32", "u32", "u32")
     def multiply(
         e: Emitter,
         acc: list[Register],
@@ -107,83 +155,140 @@ def multiply_item(name: str, tokens: int) -> Any:
         lane: Register,
         x: Register,
         x_high: Register,
+        sums: Register,
+        sums_high: Register,
         steps: Register,
     ) -> list[Register]:
-        machine = PtxMachine(e)
-        thread = (place << 5) + lane
-        row = (place << 4) + (lane >> 2)
+        machine = ThinMachine(e)
+        thread, row, t = (place << 5) + lane, (place << 4) + (lane >> 2), lane & 3
         header = kind.header(machine, slot, row) if kind.header else []
         assert not kind.header or len(header) == header_words(name)
+        product = _Product(e, (x, x_high)[:tiles])
 
-        def one(sums: list[Register], step: int) -> list[Register]:
-            base = slot + (kind.header_size + kind.step_size * step)
-            inner = step if kind.group_steps == 4 else 0
-            fragments = kind.fragments(machine, base, thread, row, inner, header)
-            out = list(sums)
+        def scaled_weights(out: list[Register], base: Register, step: int) -> list[Register]:
+            """The kind's operands are whole weights. Two sums take turns, so that products need not wait."""
+            fragments = kind.fragments(machine, base, thread, row, step % kind.group_steps, header)
             for pair in range(2):
-                for half, source in enumerate((x, x_high)[: size // 4]):
-                    address = source + (128 * step + 64 * pair)
-                    b = e.asm("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];", "u32x4", [address])
+                for tile, b in enumerate(product.columns(128 * step + 64 * pair)):
                     for block in range(2):
-                        at = size * block + 4 * half
+                        at = 4 * (tiles * block + tile)
                         a = fragments[8 * pair + 4 * block : 8 * pair + 4 * block + 4]
-                        out[at : at + 4] = e.asm(
-                            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, "
-                            "{$8,$9}, {$0,$1,$2,$3};",
-                            "f32x4",
-                            [*a, b[2 * block], b[2 * block + 1]],
-                            tied=out[at : at + 4],
-                            pure=True,
-                        )
+                        out[at : at + 4] = product.mma(a, b[2 * block : 2 * block + 2], out[at : at + 4])
             return out
 
-        sums = one(list(acc), 0)
+        def add(out: list[Any], tile: int, scale: Sequence[Register], found: Sequence[Register]) -> None:
+            for i, which in enumerate(own):
+                at = len(own) * tile + i
+                out[at] = product.fma(scale[which >> 1], found[which], out[at])
+
+        def scaled_sums(out: list[Any], base: Register, step: int) -> list[Any]:
+            """The operands are codes; each block's sum is scaled."""
+            assert scheme is not None
+            codes = kind.codes(machine, base, thread)
+            scales = scheme.scales(machine, base, row, step % kind.group_steps, header)
+            for pair in range(2):
+                for tile, b in enumerate(product.columns(128 * step + 64 * pair)):
+                    first = product.mma(codes[8 * pair : 8 * pair + 4], b[:2], product.none)
+                    a = codes[8 * pair + 4 : 8 * pair + 8]
+                    if scheme.columns == 32:
+                        add(out, tile, scales[pair], product.mma(a, b[2:], first))
+                        continue
+                    add(out, tile, scales[2 * pair], first)
+                    add(out, tile, scales[2 * pair + 1], product.mma(a, b[2:], product.none))
+            return out
+
+        def offset_sums(tile: int) -> list[Register]:
+            """The second term of the whole item, before its factors."""
+            assert scheme is not None
+            source, out = (sums, sums_high)[tile], product.none
+            for i, pair in enumerate(scheme.offsets(machine, slot, row, t, header)):
+                if kind.group_steps == 4:
+                    b = e.asm("ld.shared.v2.u32 {$0,$1}, [$2];", "u32x2", [source + 32 * i])
+                    out = product.mma([*pair, *pair], b, out)
+                    continue
+                # The step t & 1 may not be there.
+                there = _less(e, t & 1, steps)
+                zero = e.constant("u32", 0)
+                words = [*pair, e.asm("ld.shared.u32 $0, [$1];", "u32", [source])]
+                a, a_8, b = (Register(e, "u32", e.builder.select(there, word.value, zero.value)) for word in words)
+                out = product.mma([a, a_8], [b], out)
+            return out
+
+        one = scaled_sums if scheme else scaled_weights
+        outer = scheme.outer(machine, header) if scheme and scheme.outer else None
+        start: list[Any] = [None] * size if outer else list(acc)
+        out = one(start, slot + kind.header_size, 0)
         for step in range(1, count):
+            base = slot + (kind.header_size + kind.step_size * step)
             if kind.group_steps == 4:
-                sums = one(sums, step)
+                out = one(out, base, step)
                 continue
             before = e.builder.block
             with e.builder.if_then(_less(e, e.constant("u32", step), steps)):
-                more = one(sums, step)
+                more = one(list(out), base, step)
                 inside = e.builder.block
             merged = []
-            for old, new in zip(sums, more, strict=True):
+            for old, new in zip(out, more, strict=True):
                 phi = e.builder.phi(new.value.type)
                 phi.add_incoming(old.value, before)
                 phi.add_incoming(new.value, inside)
                 merged.append(Register(e, "f32", phi))
-            sums = merged
-        return sums
+            out = merged
+        if scheme is None:
+            return out
+        if outer:
+            item, out = out, list(acc)
+            for tile in range(tiles):
+                for i, which in enumerate(own):
+                    at = len(own) * tile + i
+                    out[at] = product.fma(outer[which >> 1], item[at], out[at])
+        factors: Sequence[Register] = [e.constant("f32", factor) for factor in scheme.factors]
+        if scheme.outer_offsets:
+            pairs = zip(factors, scheme.outer_offsets(machine, header), strict=True)
+            factors = [product.fma(b, a, None) for a, b in pairs]
+        for tile in range(tiles):
+            add(out, tile, factors, offset_sums(tile))
+        return out
 
     return multiply
 
 
 @functools.cache
-def partial_ops(tokens: int, row_groups: int) -> tuple[Any, Any]:
+def partial_ops(name: str, tokens: int, row_groups: int, k_groups: int) -> tuple[Any, Any]:
     """(put(acc, address, lane), add_up(address) -> sums): a warp's sums in shared memory.
 
-    `address`: where the lane's first 16 bytes lie in the warp's room, and in that of a row group's first warp. Parts
-    are added in a tree that is always the same.
+    `address`: where the lane's sums lie in the warp's room, and in that of a row group's first warp. Parts are added in
+    a tree that is always the same.
     """
-    size, room = sum_registers(tokens), partial_room(tokens)
+    size, room, own = sum_registers(tokens), partial_room(tokens), _own(tokens)
+    width = len(own)
+    names = ",".join(f"${i}" for i in range(width))
 
-    @emitted(None, f"f32x{2 * size}", "u32", "u32")
+    @emitted(None, f"f32x{acc_registers(name, tokens)}", "u32", "u32")
     def put(e: Emitter, acc: list[Register], address: Register, lane: Register) -> None:
+        if name not in SCHEMES:
+            half = len(acc) // 2
+            both = [acc[i] + acc[half + i] for i in range(half)]
+            acc = [both[4 * tile + i] for tile in range(_tiles(tokens)) for i in own]
+        if tokens == 1:
+            # All columns of the product are the one row of x: the lanes t = 0 have it.
+            store = "{\n.reg .pred p;\n.reg .b32 t;\nand.b32 t, $3, 3;\nsetp.eq.u32 p, t, 0;\n"
+            e.asm(f"{store}@p st.shared.v2.f32 [$0], {{$1,$2}};\n}}", None, [address, *acc, lane])
+            return
         for k in range(0, size, 4):
-            values = [acc[k + i] + acc[size + k + i] for i in range(4)]
-            _put_four(e, "st.shared.v4.f32", tokens, address + 128 * k, values, lane)
+            e.asm("st.shared.v4.f32 [$0], {$1,$2,$3,$4};", None, [address + 128 * k, *acc[k : k + 4]])
 
     @emitted(f"f32x{size}", "u32")
     def add_up(e: Emitter, address: Register) -> list[Register]:
         out: list[Register] = []
-        for k in range(0, size, 4):
+        for k in range(0, size, width):
             parts = []
-            for part in range(WARPS // row_groups):
+            for part in range(k_groups):
                 at = address + (128 * k + part * row_groups * room)
-                parts.append(e.asm("ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", "f32x4", [at]))
+                parts.append(e.asm(f"ld.shared.v{width}.f32 {{{names}}}, [${width}];", f"f32x{width}", [at]))
             while len(parts) > 1:
-                pairs = zip(parts[::2], parts[1::2], strict=True)
-                parts = [[a + b for a, b in zip(p, q, strict=True)] for p, q in pairs]
+                pairs = zip(parts[::2], parts[1::2], strict=False)
+                parts = [[a + b for a, b in zip(p, q, strict=True)] for p, q in pairs] + parts[len(parts) & ~1 :]
             out += parts[0]
         return out
 
@@ -191,38 +296,10 @@ def partial_ops(tokens: int, row_groups: int) -> tuple[Any, Any]:
 
 
 @functools.cache
-def exchange_ops(tokens: int) -> tuple[Any, Any]:
-    """Where K is cut over blocks, through global memory: (put(sums, address, lane), add(sums, address) -> sums)."""
-    size = sum_registers(tokens)
-
-    @emitted(None, f"f32x{size}", "u64", "u32")
-    def put(e: Emitter, sums: list[Register], address: Register, lane: Register) -> None:
-        for k in range(0, size, 4):
-            _put_four(e, "st.global.cg.v4.f32", tokens, address + 128 * k, sums[k : k + 4], lane)
-
-    @emitted(f"f32x{size}", f"f32x{size}", "u64")
-    def add(e: Emitter, sums: list[Register], address: Register) -> list[Register]:
-        out = []
-        for k in range(0, size, 4):
-            part = e.asm("ld.global.cg.v4.f32 {$0,$1,$2,$3}, [$4];", "f32x4", [address + 128 * k])
-            out += [sums[k + i] + part[i] for i in range(4)]
-        return out
-
-    return put, add
-
-
-def _put_four(e: Emitter, store: str, tokens: int, address: Register, values: list[Register], lane: Register) -> None:
-    """With two tokens at most, only the lanes t = 0 have anything."""
-    condition = "and.b32 t, $5, 3;\nsetp.eq.u32 p, t, 0;" if tokens == 2 else "setp.eq.u32 p, 0, 0;"
-    template = f"{{\n.reg .pred p;\n.reg .b32 t;\n{condition}\n@p {store} [$0], {{$1,$2,$3,$4}};\n}}"
-    e.asm(template, None, [address, *values, lane])
-
-
-@functools.cache
 def store_quarter(epilogue: Epilogue, tokens: int) -> Any:
     """store(sums, (scales of rows g and g + 8, biases), token_values, quarter, lane, out, m, outputs, pitch, add)."""
     size = sum_registers(tokens)
-    own = size // 2
+    own = size // 2  # tokens of a lane
 
     @emitted(
         None, f"f32x{size}", "f32x4", f"f32x{2 * own}", "u32", "u32", "u64", "u32", "u32", "u32", "u32"
@@ -260,9 +337,9 @@ def store_quarter(epilogue: Epilogue, tokens: int) -> Any:
         for i in range(own):
             row = (t << 1) + (8 * (i >> 1) + (i & 1))
             with b.if_then(_less(e, row, m)):
-                at = 4 * (i >> 1) + (i & 1)
+                at, apart = (0, 1) if tokens == 1 else (4 * (i >> 1) + (i & 1), 2)
                 low = sums[at] * rows[0] * token_scale[i]
-                high = sums[at + 2] * rows[1] * token_scale[i]
+                high = sums[at + apart] * rows[1] * token_scale[i]
                 address = out + e.widen(row) * e.widen(pitch)
                 if epilogue.gate:
                     values, columns = [activate(e, epilogue.gate, low) * high], [(quarter << 3) + g]

@@ -1,8 +1,11 @@
-"""How a thin product is cut: rows of W over blocks, K over the warps of a block, and over blocks where x is too large.
+"""How a thin product is cut: rows of W over blocks and warps, K over the warps of a block.
 
-A *quarter* is 16 rows of W, the height of one `mma`. A block of 8 warps works on a *unit* of R quarters: R warps side
-by side, 8 / R that share K's *items* in turns. An item is what a warp fetches at a time: a record of 256 columns, or
-one or two steps of 64 where the kind has no super-blocks. Blocks take units in turns.
+A *quarter* is 16 rows of W, the height of one `mma`. A block works on a *unit* of R quarters with R * P warps: R side
+by side, P that share K's *items* in turns. An item is what a warp fetches at a time: a record of 256 columns, or one or
+two steps of 64 where the kind has no super-blocks. Blocks take units in turns.
+
+P follows from the weights alone, whatever the number of rows of x, and each sum is made by the same operations in the
+same order: a row's result does not depend, to the bit, on how many other rows a launch has.
 """
 
 from __future__ import annotations
@@ -10,12 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, STEP, FragmentKind
+from frink_numba.kernels.thin_gemm_scales import SCHEMES
 
-WARPS = 8
 MOST_ROWS = 16  # rows of x
-X_LIMIT = 60 * 1024  # bytes of x in a block's shared memory
+WARPS = 8  # of a block, which keep a multiprocessor busy; with one row of x sometimes half as many again
+NORM_WARPS = 8  # warps that share the norm of a row
+_CUTS = ((1, 8), (2, 4), (4, 2), (8, 1), (3, 4), (6, 2), (12, 1))  # R and P
 _MOST_SLOTS = 8
-_UNIT_COST = 0.35  # what a unit costs beside its items, in items of a warp: sums of warps are added up
+_UNIT_COST = 0.8  # what a unit costs beside its items, in items: sums of warps are added up
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +56,9 @@ def item_bytes(name: str) -> int:
     return kind.header_size + item_steps(kind) * kind.step_size
 
 
-def ring_slot(name: str) -> int:
+def ring_slot(name: str, warps: int) -> int:
     """Bytes of one slot of all warps."""
-    return WARPS // 4 * item_bytes(name)
+    return -(-warps // 4) * item_bytes(name)
 
 
 def row_bytes(part_columns: int) -> int:
@@ -61,81 +66,118 @@ def row_bytes(part_columns: int) -> int:
     return part_columns * 2 + 16
 
 
-def fixed_bytes(name: str, tokens: int, slots: int) -> int:
-    """Bytes of shared memory beside x: rings; sums of all warps twice; sums and scales of the norm."""
-    return slots * ring_slot(name) + 2 * WARPS * partial_room(tokens) + 16 * WARPS * 16 + 16 * 16
+def sum_columns(name: str) -> int:
+    """Columns whose x is summed up for a kind (16 or 32), 0 where no sums are needed."""
+    scheme = SCHEMES.get(name)
+    return scheme.columns if scheme else 0
+
+
+def sums_bytes(name: str, part_columns: int) -> int:
+    """Bytes from row to row of the sums of x in shared memory: an odd multiple of 16, and room for a whole item."""
+    columns = sum_columns(name)
+    if not columns:
+        return 0
+    pieces = -(-part_columns // 256) * 256 // columns * 4 // 16
+    return (pieces | 1) * 16
+
+
+def fixed_bytes(name: str, tokens: int, warps: int, slots: int) -> int:
+    """Bytes of shared memory beside x: rings; sums of all warps twice; what is known of each row."""
+    return slots * ring_slot(name, warps) + 2 * warps * partial_room(tokens) + 16 * MOST_ROWS
+
+
+def x_bytes(name: str, part_columns: int) -> int:
+    """Bytes of shared memory of a row of x and its sums."""
+    return row_bytes(part_columns) + sums_bytes(name, part_columns)
 
 
 def sum_registers(tokens: int) -> int:
-    """Sums of a lane: rows g and g + 8 of two tokens of each eight."""
-    return 8 if tokens == 16 else 4
+    """Sums of a lane: rows g and g + 8 of its tokens: one, two, or two of each eight."""
+    return {1: 2, 8: 4, 16: 8}[tokens]
 
 
 def partial_room(tokens: int) -> int:
-    """Bytes of a warp's sums of 16 rows: 16 a lane and eight tokens; with two tokens only the lanes t = 0 have some."""
-    return {2: 128, 8: 512, 16: 1024}[tokens]
+    """Bytes of a warp's sums of 16 rows: 16 a lane and eight tokens; with one token the lanes t = 0 have 8."""
+    return {1: 64, 8: 512, 16: 1024}[tokens]
 
 
 def token_class(m: int) -> int:
-    """The variant that serves m rows of x: 2, 8 or 16."""
-    return 2 if m <= 2 else 8 if m <= 8 else 16
+    """The variant that serves m rows of x: 1, 8 or 16."""
+    return 1 if m == 1 else 8 if m <= 8 else 16
 
 
 @dataclass(frozen=True, slots=True)
 class ThinPlan:
-    """tokens: 2, 8 or 16, the most rows of x. row_groups: R. part_items: items of K a block holds, `k_parts` times.
+    """tokens: 1, 8 or 16, the most rows of x. row_groups: R; k_groups: P. slots: items of a warp's ring.
 
-    slots: items of a warp's ring.
+    blocks: where launches overlap, one a multiprocessor even if there are fewer units. Else the next launch finds twice
+    as much room on some multiprocessors as on others, puts two blocks there, and takes twice as long. Those without a
+    unit of their own do another's once more, so that they stay as long as it does, and write nothing.
+
+    x lies in shared memory in `parts` parts of `part_items` items, one after the other, `part_columns` columns each.
     """
 
     tokens: int
     row_groups: int
+    k_groups: int
     units: int
     blocks: int
-    k_parts: int
+    parts: int
     part_items: int
     part_columns: int
     slots: int
 
     @property
-    def quarters(self) -> int:
-        return self.units * self.row_groups
-
-    @property
-    def counters(self) -> int:
-        """Bytes of the workspace's counters: one for each quarter."""
-        return -(-self.quarters * 4 // 256) * 256
-
-    @property
-    def workspace(self) -> int:
-        if self.k_parts == 1:
-            return 0
-        return self.counters + self.k_parts * self.quarters * partial_room(self.tokens)
+    def warps(self) -> int:
+        return self.row_groups * self.k_groups
 
 
-def thin_plan(name: str, m: int, rows: int, cols: int, device: ThinDevice, row_groups: int | None = None) -> ThinPlan:
-    """The cut of y[m, rows] = x[m, cols] W^T. `row_groups` forces R (tests and benchmarks)."""
+def cut(rows: int, items: int, multiprocessors: int, most_warps: int) -> tuple[int, int]:
+    """(R, P) for one row of x: the cut whose busiest multiprocessor is done first."""
+    quarters = -(-rows // 16)
+
+    def cost(choice: tuple[int, int]) -> tuple[float, int]:
+        groups, k_groups = choice
+        rounds = -(-quarters // (groups * multiprocessors))
+        return rounds * (-(-items // k_groups) * groups * k_groups / WARPS + _UNIT_COST), groups * k_groups
+
+    return min((choice for choice in _CUTS if choice[0] * choice[1] <= most_warps), key=cost)
+
+
+def thin_plan(
+    name: str, m: int, rows: int, cols: int, device: ThinDevice, forced: tuple[int, int] | None = None
+) -> ThinPlan:
+    """The cut of y[m, rows] = x[m, cols] W^T. `forced`: R and P (tests and benchmarks)."""
     steps_per_item = item_steps(FRAGMENT_KINDS[name])
     item_columns = STEP * steps_per_item
     steps = -(-cols // STEP)
     items = -(-steps // steps_per_item)
     tokens = token_class(m)
-    x_limit = min(X_LIMIT, device.block_shared - fixed_bytes(name, tokens, 2))
-    most_items = max(1, (x_limit // m - 16) // (2 * item_columns))
-    k_parts = -(-items // most_items)
-    part_items = -(-items // k_parts)
-    k_parts = -(-items // part_items)
+    # More warps where they leave room for the next launch, with one row of x.
+    most_warps = WARPS * 3 // 2
+    if fixed_bytes(name, 1, most_warps, 2) + x_bytes(name, steps * STEP) > device.shared_share:
+        most_warps = WARPS
+    groups, k_groups = forced or cut(rows, items, device.multiprocessors, most_warps)
+    if m > 1:
+        groups = WARPS // k_groups
+    warps = groups * k_groups
     quarters = -(-rows // 16)
+    units = -(-quarters // groups)
 
-    def cost(groups: int) -> tuple[float, int]:
-        units = -(-quarters // groups)
-        rounds = -(-units // max(1, device.multiprocessors // k_parts))
-        return rounds * (-(-part_items // (WARPS // groups)) + _UNIT_COST), -groups
+    def size(columns: int, slots: int) -> int:
+        return fixed_bytes(name, tokens, warps, slots) + m * x_bytes(name, columns)
 
-    chosen = row_groups or min((1, 2, 4), key=cost)
-    units = -(-quarters // chosen)
-    blocks = min(units, max(1, device.multiprocessors // k_parts)) * k_parts
-    columns = min(part_items * item_columns, steps * STEP)
-    room = device.shared_share - fixed_bytes(name, tokens, 0) - m * row_bytes(columns)
-    slots = max(2, min(_MOST_SLOTS, room // ring_slot(name)))
-    return ThinPlan(tokens, chosen, units, blocks, k_parts, part_items, columns, slots)
+    # All of x where it fits, else parts in which all warps have equally many items.
+    columns, parts = steps * STEP, 1
+    while size(columns, 2) > device.block_shared and columns > item_columns * k_groups:
+        parts += 1
+        columns = -(-items // (parts * k_groups)) * k_groups * item_columns
+    while size(columns, 2) > device.block_shared and columns > item_columns:
+        columns -= item_columns
+    parts = -(-steps * STEP // columns)
+    # Half of a multiprocessor where that is enough, for the next launch's sake.
+    limit = device.shared_share if size(columns, 2) <= device.shared_share else device.block_shared
+    slots = max(2, min(_MOST_SLOTS, (limit - size(columns, 0)) // ring_slot(name, warps)))
+    blocks = device.multiprocessors if device.capability >= (9, 0) else min(units, device.multiprocessors)
+    part_items = -(-columns // item_columns)
+    return ThinPlan(tokens, groups, k_groups, units, blocks, parts, part_items, columns, slots)

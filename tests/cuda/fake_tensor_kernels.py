@@ -242,11 +242,6 @@ def thin_gemm(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> 
         x = _half_operand(memory, a.x, a.x_scale, a.m, a.cols)
         norm = memory(a.x_norm, (a.m,), F32)
     _product(memory, variant, a, x, norm, (a.out, a.outputs, a.pitch), a.cols)
-    if a.k_parts > 1:
-        counters = -(-a.units * variant.row_groups * 4 // 256) * 256
-        assert not memory(a.workspace, (counters,)).any(), "counters of a thin product are not zero"
-        sums = a.k_parts * a.units * variant.row_groups * {2: 128, 8: 512, 16: 1024}[variant.tokens]
-        memory(a.workspace + counters, (sums,))[...] = 0xFF
 
 
 # --- attention ---

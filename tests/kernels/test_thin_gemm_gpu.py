@@ -44,13 +44,13 @@ def normalized(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 
 def check(
-    thins: ThinGemms, kind: str, m: int, n: int, k: int, *, row_groups: int | None = None, norm: bool = False
+    thins: ThinGemms, kind: str, m: int, n: int, k: int, *, cut: tuple[int, int] | None = None, norm: bool = False
 ) -> None:
     rng = np.random.default_rng(zlib.crc32(f"{kind} {m} {n} {k}".encode()))
     matrix = random_matrix(kind, n, k, rng)
     x = rng.standard_normal((m, k)).astype(np.float32)
     weight = (1 + rng.standard_normal(k)).astype(np.float32) if norm else None
-    ran = run_thin(thins, pack([matrix]), x, norm=weight, row_groups=row_groups, runs=2)
+    ran = run_thin(thins, pack([matrix]), x, norm=weight, cut=cut, runs=2)
     operand = x.astype(np.float64) if weight is None else normalized(x, weight, 1e-5)
     reference = operand @ dequantized([matrix]).T
     assert relative_error(ran.out[0], reference) < EXPECTED < LIMIT
@@ -58,27 +58,27 @@ def check(
     assert np.array_equal(ran.out[0], ran.out[1]), "two runs differ"
 
 
-@pytest.mark.parametrize("row_groups", [1, 4])
+@pytest.mark.parametrize("cut", [(1, 8), (6, 2)])
 @pytest.mark.parametrize("kind", [*BLOCK_32, *BLOCK_256])
-def test_every_kind_against_float64(thins: ThinGemms, kind: str, row_groups: int) -> None:
+def test_every_kind_against_float64(thins: ThinGemms, kind: str, cut: tuple[int, int]) -> None:
     """Issue 7, kinds: odd N, K of several items and a tail, one and eight rows."""
-    check(thins, kind, 1, 325, 1792 if kind in BLOCK_256 else 1760, row_groups=row_groups)
-    check(thins, kind, 8, 77, 2560 if kind in BLOCK_256 else 2528, row_groups=row_groups)
+    check(thins, kind, 1, 325, 1792 if kind in BLOCK_256 else 1760, cut=cut)
+    check(thins, kind, 8, 77, 2560 if kind in BLOCK_256 else 2528, cut=cut)
 
 
 @pytest.mark.parametrize("m", range(1, 17))
 def test_every_row_count(thins: ThinGemms, m: int) -> None:
-    """M = 1 to 16, K cut over blocks where x is large."""
+    """M = 1 to 16."""
     check(thins, "Q4_K", m, 1000, 4096)
     check(thins, "Q4_0", m, 210, 8192)
 
 
-@pytest.mark.parametrize("row_groups", [1, 2, 4])
+@pytest.mark.parametrize("cut", [(1, 8), (3, 4), (12, 1)])
 @pytest.mark.parametrize("k", [32, 64, 96, 160, 256, 352, 576, 1536, 3072])
-def test_widths(thins: ThinGemms, k: int, row_groups: int) -> None:
+def test_widths(thins: ThinGemms, k: int, cut: tuple[int, int]) -> None:
     """K a multiple of 32: warps without work, half steps, tails."""
-    check(thins, "Q4_1", 3, 131, k, row_groups=row_groups)
-    check(thins, "Q8_0", 1, 70, k, row_groups=row_groups, norm=True)
+    check(thins, "Q4_1", 3, 131, k, cut=cut)
+    check(thins, "Q8_0", 1, 70, k, cut=cut, norm=True)
 
 
 @pytest.mark.parametrize(
@@ -87,14 +87,14 @@ def test_widths(thins: ThinGemms, k: int, row_groups: int) -> None:
      ("Q6_K", 8, 1024, 14336), ("Q8_0", 16, 512, 14336), ("F16", 2, 640, 14336), ("Q6_K", 1, 32003, 1024)],
 )  # fmt: skip
 def test_large_shapes(thins: ThinGemms, kind: str, m: int, n: int, k: int) -> None:
-    """The plan's own cuts: more units than blocks, K over blocks."""
+    """The plan's own cuts: more units than blocks, x in parts."""
     check(thins, kind, m, n, k)
 
 
 @pytest.mark.parametrize("m", [1, 2, 7, 16])
 @pytest.mark.parametrize("k", [576, 2048, 4096, 8192])
 def test_fused_norm(thins: ThinGemms, m: int, k: int) -> None:
-    """RMS norm on the way in, with K over blocks too."""
+    """RMS norm on the way in."""
     check(thins, "Q8_0" if k == 576 else "Q4_K", m, 272, k, norm=True)
 
 
@@ -181,3 +181,22 @@ def test_half_result_without_a_gate(thins: ThinGemms) -> None:
     x = rng.standard_normal((9, 8192)).astype(np.float32) * 1e4
     ran = run_thin(thins, pack([matrix]), x, half=True)
     assert worst_row_error(ran.out[0], x.astype(np.float64) @ dequantized([matrix]).T) < LIMIT
+
+
+@pytest.mark.parametrize(
+    ("kind", "n", "k", "norm"),
+    [("Q4_K", 640, 4096, True), ("Q6_K", 300, 14336, False), ("Q8_0", 300, 8192, True), ("Q4_1", 960, 576, True),
+     ("Q3_K", 200, 4096, False), ("F16", 200, 1088, False), ("Q5_K", 4000, 1024, True)],
+)  # fmt: skip
+def test_a_row_does_not_depend_on_the_rows_beside_it(thins: ThinGemms, kind: str, n: int, k: int, norm: bool) -> None:
+    """To the bit, whatever their number and values: speculation rests on it."""
+    rng = np.random.default_rng(8)
+    packed = pack([random_matrix(kind, n, k, rng)])
+    x = rng.standard_normal((16, k)).astype(np.float32)
+    weight = (1 + rng.standard_normal(k)).astype(np.float32) if norm else None
+    everyone = run_thin(thins, packed, x, norm=weight).out[0]
+    for m in (1, 2, 3, 8, 9):
+        assert np.array_equal(run_thin(thins, packed, x[:m], norm=weight).out[0], everyone[:m]), f"{m} rows"
+    other = x.copy()
+    other[1:] *= 100
+    assert np.array_equal(run_thin(thins, packed, other[:4], norm=weight).out[0][0], everyone[0])

@@ -1,4 +1,4 @@
-"""A thin product run on the GPU from host arrays, with poisoned outputs."""
+"""A thin product run from host arrays, with poisoned outputs, on the GPU or on what stands in for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from frink_numba.kernels.gemm import DeviceWeights, HalfRows
 from frink_numba.kernels.gemm_pack import PackedMatrix
 from frink_numba.kernels.thin_gemm import NormRows, ThinGemms
-from tests.kernels.gemm_device import address
+from tests.kernels.attention_device import Device, Gpu
 
 
 @dataclass
@@ -40,55 +40,49 @@ def run_thin(
     eps: float = 1e-5,
     bias: np.ndarray | None = None,
     add_to: np.ndarray | None = None,
-    row_groups: int | None = None,
+    cut: tuple[int, int] | None = None,
     runs: int = 1,
+    device: Device | None = None,
 ) -> Ran:
     """Launch `runs` times, each into a fresh output of not-a-numbers (or of `add_to`)."""
-    from numba import cuda
-
+    device = device or Gpu()
     m, _ = x.shape
-    data, row_scale = cuda.to_device(packed.data), cuda.to_device(packed.row_scale)
-    device_bias = None
+    padded = np.zeros(packed.slabs * 64, np.float32)
     if bias is not None:
-        padded = np.zeros(packed.slabs * 64, np.float32)
         padded[: bias.size] = bias
-        device_bias = cuda.to_device(padded)
     weights = DeviceWeights.of(
         packed,
-        address(data),
-        address(row_scale),
-        address(device_bias) if device_bias is not None else 0,
+        device.place(packed.data),
+        device.place(packed.row_scale),
+        device.place(padded) if bias is not None else 0,
         float(np.abs(bias).max()) if bias is not None else 0.0,
     )
-    product = thins.product(weights, m, gate=gate, half=half, norm=norm is not None, row_groups=row_groups)
+    product = thins.product(weights, m, gate=gate, half=half, norm=norm is not None, cut=cut)
     arrays: list[Any] = [np.ascontiguousarray(x), norm] if norm is not None else list(half_operand(x))
-    kept = [cuda.to_device(a) for a in arrays]
-    rows = NormRows(address(kept[0]), address(kept[1]), eps) if norm is not None else HalfRows(*map(address, kept))
-    workspace = cuda.to_device(np.zeros(max(256, product.workspace), np.uint8))
+    kept = [device.place(a) for a in arrays]
+    rows = NormRows(kept[0], kept[1], eps) if norm is not None else HalfRows(*kept)
     item = np.float16 if half else np.float32
     width = packed.outputs + 3
-    results, out_scale = [], None
+    results, host_scale = [], None
     for _ in range(runs):
         start = np.full((m + 1, width), np.nan, item)
         if add_to is not None:
             start[:m, : packed.outputs] = add_to
-        out, out_scale = cuda.to_device(start), cuda.to_device(np.full(m, np.nan, np.float32))
-        launch = product.bind(
-            weights,
-            rows,
-            address(out),
-            width * start.itemsize,
-            workspace=address(workspace),
-            add=add_to is not None,
-            out_scale=address(out_scale) if half else 0,
+        out, out_scale = device.place(start), device.place(np.full(m, np.nan, np.float32))
+        device.launch(
+            product.bind(
+                weights,
+                rows,
+                out,
+                width * start.itemsize,
+                add=add_to is not None,
+                out_scale=out_scale if half else 0,
+            )
         )
-        launch(0)
-        cuda.synchronize()
-        back = out.copy_to_host()
+        back = device.read(out)
         assert np.isnan(back[m:]).all(), "rows beyond the result were written"
         assert np.isnan(back[:, packed.outputs :]).all(), "columns beyond the result were written"
         results.append(back[:m, : packed.outputs].astype(np.float32))
-    assert not workspace.copy_to_host()[: product.plan.counters].any() or not product.workspace, "counters are left"
-    host_scale = out_scale.copy_to_host() if half and out_scale is not None else None
+        host_scale = device.read(out_scale) if half else None
     stacked = np.stack(results)
     return Ran(stacked * host_scale[:, None] if host_scale is not None else stacked, host_scale)

@@ -1,7 +1,7 @@
 """How many rows a step may have so that each gets the bits of a step of its own, with the kernels for few rows.
 
 Sums of a row have an order of their own in every kernel; what may depend on the number of rows is where the order is
-cut: the columns of a thin product over blocks, the keys of the attention over parts. All else works on single rows.
+cut: the columns of a thin product over warps, the keys of the attention over parts. All else works on single rows.
 """
 
 from __future__ import annotations
@@ -55,6 +55,6 @@ def _products_alike(matrices: Sequence[QuantMatrix], device: ThinDevice) -> int:
     return rows
 
 
-def _order(plan: ThinPlan) -> tuple[int, int, int]:
-    """What of a plan decides the order of a sum. The rows of W that a block takes follow from it and the shape."""
-    return plan.k_parts, plan.part_items, plan.row_groups
+def _order(plan: ThinPlan) -> int:
+    """What of a plan decides the order of a sum."""
+    return plan.k_groups

@@ -311,8 +311,7 @@ class Launches:
         bound: Launch
         if m <= self._few:
             thin = kernels.thins.product(weights, m, gate=gate, half=half, norm=isinstance(x, NormRows))
-            room = self._room(thin.plan.counters, thin.workspace)
-            bound = thin.bind(weights, x, out, pitch, workspace=room, add=add, out_scale=out_scale)
+            bound = thin.bind(weights, x, out, pitch, add=add, out_scale=out_scale)
             return bound
         product = kernels.gemms.product(weights, m, gate=gate, half=half)
         maps = self._map_address(product.maps(x, out, pitch))
