@@ -39,7 +39,7 @@ class StepResult:
     """
 
     hidden: np.ndarray | None
-    kv_rows: list[tuple[np.ndarray, np.ndarray]]
+    kv_rows: Sequence[tuple[np.ndarray, np.ndarray]]
     experts: list[tuple[int, ...]]
     hidden_states: dict[int, np.ndarray]
     served: list[Served]
@@ -86,6 +86,11 @@ class Dispatcher:
         wanted = getattr(self.backends[0], "chunk_size", 0) if self.backends else 0
         return wanted if isinstance(wanted, int) and wanted > 0 else 0
 
+    @property
+    def scores(self) -> bool:
+        """Whether the first backend may answer how likely given tokens are, so that no logits need be held."""
+        return bool(self.backends) and bool(getattr(self.backends[0], "scores", False))
+
     def run(self, step: Step) -> StepResult:
         """Take `step.hidden`, or what `step.lookup` makes of its tokens, through every layer.
 
@@ -116,7 +121,8 @@ class Dispatcher:
                     barred.setdefault(layer, []).append((backend.name, failure))
                 continue
             result.hidden, result.logits, result.tokens, result.scores = run.hidden, run.logits, run.tokens, run.scores
-            result.kv_rows += run.kv_rows
+            # Rows that a cache has lent as a whole are pushed as a whole.
+            result.kv_rows = run.kv_rows if length == len(self.layers) else [*result.kv_rows, *run.kv_rows]
             result.experts += [tuple(map(int, used)) for used in run.experts or [(0,)] * length]
             result.served.append(Served(backend.name, l, length))
             l += length  # noqa: E741

@@ -42,15 +42,15 @@ def create(layers: Sequence[Layer], device: str | None = None) -> CudaBackend:
 
 @dataclass(frozen=True, slots=True)
 class _Settled:
-    """A step over all layers that ran, and what the next one over the same cache finds unchanged."""
+    """Steps over all layers that ran, and what the next one over the same cache finds unchanged."""
 
     caches: weakref.ref[Any]
-    batch: int
+    batches: set[int]  # rows of each
     positions: int  # for which the caches' K/V rows have room on the device
     state: tuple[int, int, int, int]  # of the device; nothing here keeps its memory
 
     def holds(self, device: CudaDevice, step: Step) -> bool:
-        if self.caches() is not step.caches or self.batch != step.batch:
+        if self.caches() is not step.caches or step.batch not in self.batches:
             return False
         return step.start_pos + step.rows <= self.positions and self.state == device.state
 
@@ -96,6 +96,11 @@ class CudaBackend:
     def invariant(self) -> bool:
         """Whether results do not depend on how rows are cut into steps (FRINK_INVARIANT)."""
         return self.device.body.invariant
+
+    @property
+    def scores(self) -> bool:
+        """Whether groups are served, which may answer how likely given tokens are in place of logits."""
+        return self._groups is not None
 
     @property
     def stats(self) -> Traffic:
@@ -147,9 +152,10 @@ class CudaBackend:
         if settled is None or self.device.problem is not None or not settled.holds(self.device, step):
             return None
         start = step.start_pos
-        for cache in step.caches:
-            if cache.positions != start or cache.rows != start:
-                return None
+        if self._whole_cache(step) is None:
+            for cache in step.caches:
+                if cache.positions != start or cache.rows != start:
+                    return None
         return self._serve if all(map(operator.is_, step.layers, self._layers)) else None
 
     def run(self, l: int, length: int, step: Step) -> Run | None:  # noqa: E741
@@ -162,11 +168,14 @@ class CudaBackend:
             raise ShapeError("a step to run needs a hidden batch")
         if step.hidden is not None:
             check_hidden(step.hidden, step.batch, layers)
-        caches = step.caches[l : l + length]
-        sources = [
-            KvSource(functools.partial(_prefix, layer, cache, step.start_pos), cache)
-            for layer, cache in zip(layers, caches, strict=True)
-        ]
+        whole = self._whole_cache(step) if length == len(self._layers) else None
+        sources = []
+        if whole is None:
+            caches = step.caches[l : l + length]
+            sources = [
+                KvSource(functools.partial(_prefix, layer, cache, step.start_pos), cache)
+                for layer, cache in zip(layers, caches, strict=True)
+            ]
         if not self.device.body.mirrors_rows:
             for source in sources:
                 _ = source.prefix  # checked before any device work
@@ -182,7 +191,7 @@ class CudaBackend:
                 else:
                     resident, block = self._make_room(l, layers, step, traffic)
                 ends = self._ends(l, length, step, traffic)
-                ends.first = l
+                ends.first, ends.cache = l, whole
                 hidden = step.hidden
                 if hidden is None and ends.tokens is None and step.lookup is not None:
                     hidden = step.lookup()
@@ -220,6 +229,16 @@ class CudaBackend:
             with self._traffic_lock:
                 self._traffic.add(traffic)
 
+    def _whole_cache(self, step: Step) -> Any:
+        """The step's caches as one that lends room in all layers at once, and lacks no row; None where they are not.
+
+        Where results must not depend on chunks, each layer is looked at.
+        """
+        cache: Any = step.caches
+        if self.invariant or not self.device.body.mirrors_rows or not hasattr(cache, "places"):
+            return None
+        return None if cache.evicted or cache.positions != step.start_pos else cache
+
     def _rounding_reason(self, cache: LayerCache) -> str | None:
         """Where rows stay float32 within a step, a cache of float16 makes the next step see others."""
         if not self.invariant or self.device.body.mirrors_rows or cache.prefix()[0].dtype == np.float32:
@@ -238,7 +257,10 @@ class CudaBackend:
             except TypeError:  # a plain list of caches
                 return
             room = min(self.device.body.room(cache) for cache in step.caches)
-            self._settled = _Settled(caches, step.batch, room, self.device.state)
+            settled, state = self._settled, self.device.state
+            if settled is None or (settled.caches(), settled.positions, settled.state) != (step.caches, room, state):
+                settled = self._settled = _Settled(caches, set(), room, state)
+            settled.batches.add(step.batch)
 
     def _ends(self, l: int, length: int, step: Step, traffic: Traffic) -> Ends:  # noqa: E741
         """What the run does beside its layers; under `working()`, when layers and scratch are in place.

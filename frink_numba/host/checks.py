@@ -88,6 +88,19 @@ def checked_caches(caches: Sequence[KVCache], count: int) -> list[KVCache]:
     return held
 
 
+def checked_targets(
+    targets: Sequence[Sequence[int] | np.ndarray], prompts: Sequence[np.ndarray], vocab: int
+) -> list[np.ndarray]:
+    """As many targets as each prompt has tokens, each inside the vocabulary."""
+    if len(targets) != len(prompts):
+        raise PromptError(f"{len(prompts)} prompts, but targets of {len(targets)}")
+    found = [about(number, checked_tokens, own, vocab) for number, own in enumerate(targets)]
+    for number, (own, prompt) in enumerate(zip(found, prompts, strict=True)):
+        if len(own) != len(prompt):
+            raise PromptError(f"prompt {number}: {len(prompt)} tokens, but {len(own)} targets")
+    return found
+
+
 def about(number: int, check: Callable[..., _Checked], *arguments: Any) -> _Checked:
     """What `check` answers; its error says that it is about prompt `number`."""
     try:

@@ -9,26 +9,32 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from frink_numba.backend import Backend, Edges, LayerCache, Step
-from frink_numba.dispatch import Dispatcher, StepResult
-from frink_numba.errors import Cancelled, FrinkError, SettingError
-from frink_numba.host.aligned import aligned, padded
+from frink_numba.backend import Backend, LayerCache, Step
+from frink_numba.dispatch import Dispatcher
+from frink_numba.errors import Cancelled, FrinkError, PromptError, SettingError
 from frink_numba.host.backend import HostBackend
-from frink_numba.host.batch import packed
-from frink_numba.host.checks import about, check_cache, check_is_cache, checked_caches, checked_layers, checked_tokens
-from frink_numba.host.edges import bend_logits
+from frink_numba.host.batch import MOST_SEQUENCES, packed
+from frink_numba.host.checks import (
+    about,
+    check_cache,
+    check_is_cache,
+    checked_caches,
+    checked_layers,
+    checked_targets,
+    checked_tokens,
+)
 from frink_numba.host.integers import checked_integer, shown
 from frink_numba.host.kv_cache import KVCache
 from frink_numba.host.model import Model
 from frink_numba.host.parts import Output, Part
-from frink_numba.host.rms_norm import rms_norm
 from frink_numba.host.sampling import NOT_NUMBERS, most_likely
-from frink_numba.host.scratch import Scratch
+from frink_numba.host.step_runner import StepRunner
 from frink_numba.layer import Layer
 from frink_numba.plan import CacheAt, Plan
 
 if TYPE_CHECKING:
     from frink_numba.host.generate import Generation
+    from frink_numba.host.generate_batch import BatchGeneration
 
 CHUNK_SIZE = 512  # tokens of a step, where no backend says otherwise
 
@@ -48,12 +54,8 @@ class Decoder:
         model.check_open()
         self.model = model
         self._lock = threading.Lock()
-        self._scratch = Scratch()
-        self._edges: Edges | None = Edges(
-            model.embedding, model.hyper.embedding_scale, model.output_norm, model.hyper.norm_eps, model.output
-        )
+        self._steps = StepRunner(model)
         self._dispatcher: Dispatcher | None = Dispatcher(model.layers, host=self._host, backends=backends)
-        self._activations: list[dict[int, int]] = [{} for _ in model.layers]
         model.add_user(self)
 
     def new_cache(self, context_length: int | None = None, *, dtype: type = np.float32) -> KVCache:
@@ -111,6 +113,7 @@ class Decoder:
         *,
         logits: Literal["last", "all"] | None = "last",
         hidden: Collection[int] = (),
+        targets: Sequence[Sequence[int] | np.ndarray] | None = None,
         chunk_size: int | None = None,
         progress: Progress | None = None,
     ) -> list[Output]:
@@ -118,14 +121,19 @@ class Decoder:
 
         Short prompts go through the layers together, up to `chunk_size` tokens at a time, and long ones are cut, so
         that a batch takes no more memory than one long prompt. `caches` None: nobody wants the K/V rows, which are then
-        neither kept nor, from a device, brought back.
+        neither kept nor, from a device, brought back. `targets`: for each prompt as many tokens, of which `scores` tell
+        how likely each is behind the prompt's token at its place; there are no logits then.
 
         All or nothing for each piece of a prompt: after an error, or when `progress` cancels, each cache stands behind
         the last piece that was run. Errors of arguments as in `prefill`, which name the prompt, come before any work.
         """
         self._open()
-        chunk_size, model = self._checked_chunk(logits, chunk_size), self.model
-        wanted = checked_layers(hidden, len(self._open().layers))
+        model, dispatcher = self.model, self._open()
+        if targets is not None:  # without a backend that scores by itself, their logits come to the host
+            logits = None if dispatcher.scores else "all"
+        chunk_size = self._checked_chunk(logits, chunk_size)
+        logits = None if targets is not None else logits
+        wanted = checked_layers(hidden, len(dispatcher.layers))
         ids = [about(number, checked_tokens, prompt, model.vocab_size) for number, prompt in enumerate(prompts)]
         if caches is None:
             blank = self.new_cache()
@@ -135,10 +143,19 @@ class Decoder:
         for number, (own, cache) in enumerate(zip(ids, held, strict=True)):
             about(number, self._check_cache, cache, len(own), None)
         outputs = [self._allocate(len(own), logits, wanted) for own in ids]
+        sought: list[np.ndarray | None] = [None] * len(ids)
+        if targets is not None:
+            sought = list(checked_targets(targets, ids, model.vocab_size))
+            for output, own in zip(outputs, ids, strict=True):
+                output.scores = np.empty(len(own))
         done, total = 0, sum(map(len, ids))
         for group in packed([len(own) for own in ids], chunk_size):
             parts = [
-                Part(ids[n], first, last, held[n], wanted, outputs[n], caches is not None or len(ids[n]) > chunk_size)
+                Part(
+                    *(ids[n], first, last, held[n], wanted, outputs[n]),
+                    keep=caches is not None or len(ids[n]) > chunk_size,
+                    targets=sought[n],
+                )
                 for n, first, last in group
             ]
             for alike in (True, False):  # a step keeps all rows or none
@@ -152,6 +169,40 @@ class Decoder:
     def decode(self, token: int, cache: KVCache, *, start: int | None = None) -> Output:
         """Run one token at the cache's end; `logits` [vocab] tell the token after it. Errors as in `prefill`."""
         return self.prefill((token,), cache, start=start)
+
+    def decode_batch(
+        self, tokens: Sequence[int], caches: Sequence[KVCache], *, greedy: bool = False, stage: bool = False
+    ) -> list[Output]:
+        """Run one token at the end of each of several caches, all in one step: as `decode`, for each.
+
+        `greedy`: the answers' `token` is the likeliest next one where a backend chooses it by itself, and `logits` are
+        None then. `stage`: rows are written, and do not count until `cache.advance` says so.
+        FrinkError where a backend finds logits that are not numbers.
+        """
+        layers, context = self._open().layers, self.model.context_length
+        ids = checked_tokens(tokens, self.model.vocab_size)
+        held = checked_caches(caches, len(ids))
+        for number, cache in enumerate(held):
+            about(number, check_cache, cache, layers, context, 1)
+        choices = self.model.tokenizer.vocab_size if greedy else 0
+        logits = np.empty((len(ids), self.model.vocab_size), np.float32)
+        parts = [
+            Part(
+                *(ids[at : at + 1], 0, 1, cache, frozenset(), Output(logits[at])),
+                stage=stage,
+                ahead=int(greedy),
+                choices=choices,
+            )
+            for at, cache in enumerate(held)
+        ]
+        for first in range(0, len(parts), MOST_SEQUENCES):
+            self._run(parts[first : first + MOST_SEQUENCES])
+        for part in parts:
+            if part.chosen is not None:
+                part.output.logits, part.output.token = None, int(part.chosen[0])
+                if part.output.token < 0:
+                    raise FrinkError(NOT_NUMBERS)
+        return [part.output for part in parts]
 
     def decode_ahead(self, token: int, cache: KVCache, most: int, *, stage: bool = False) -> list[int]:
         """The most likely token behind `token`, the one behind that, and so on: 1 to `most` of them.
@@ -194,7 +245,56 @@ class Decoder:
         if most <= 1:
             return 1, 0.0
         with self._lock:
-            return dispatcher.few_rows(Step(dispatcher.layers, cache, cache.positions, most, edges=self._edges))
+            return dispatcher.few_rows(Step(dispatcher.layers, cache, cache.positions, most, edges=self._steps.edges))
+
+    def generate_batch(
+        self,
+        prompts: Sequence[str | Sequence[int] | Sequence[Mapping[str, object]]],
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        chat: bool = False,
+        special: bool = False,
+        caches: Sequence[KVCache] | None = None,
+        chunk_size: int | None = None,
+        progress: Progress | None = None,
+    ) -> BatchGeneration:
+        """Continue several prompts together: an iterator of (prompt's number, `Piece`). See `BatchGeneration`.
+
+        Arguments as in `generate`, and each answer is what it would be alone, but for rounding. `caches`: continue
+        behind what they hold, one a prompt; without, an answer's rows go when it ends.
+        """
+        from frink_numba.host.generate import encode_prompt
+        from frink_numba.host.generate_batch import BatchGeneration
+        from frink_numba.host.sampling import Sampling
+
+        self._open()
+        if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
+            raise PromptError("prompts is a list of prompts; for one prompt call generate")
+        held = None if caches is None else checked_caches(caches, len(prompts))
+        for cache in held or ():
+            check_is_cache(cache)
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        begins = [True] * len(prompts) if held is None else [not cache.positions for cache in held]
+        return BatchGeneration(
+            self,
+            [
+                encode_prompt(self.model, prompt, chat=chat, special=special, begins=first)
+                for prompt, first in zip(prompts, begins, strict=True)
+            ],
+            sampling,
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            caches=held,
+            chunk_size=chunk_size,
+            progress=progress,
+        )
 
     def generate(
         self,
@@ -267,18 +367,18 @@ class Decoder:
         else:
             caches = self.new_cache() if cache is None else cache
             start = caches.positions
-        return dispatcher.plan(Step(dispatcher.layers, caches, start, batch, edges=self._edges, logits=1))
+        return dispatcher.plan(Step(dispatcher.layers, caches, start, batch, edges=self._steps.edges, logits=1))
 
     @property
     def activations(self) -> list[dict[int, int]]:
         """For each layer, how many steps used which expert so far (R22); a dense layer has expert 0."""
-        return [dict(counts) for counts in self._activations]
+        return [dict(counts) for counts in self._steps.activations]
 
     def close(self) -> None:
         """Close the backends; may be called twice."""
         with self._lock:
             dispatcher, self._dispatcher = self._dispatcher, None
-            self._edges = None  # it looks into the mapped file
+            self._steps.close()
         if dispatcher is not None:
             dispatcher.close()
 
@@ -304,66 +404,8 @@ class Decoder:
         return self._dispatcher
 
     def _run(self, parts: Sequence[Part]) -> None:
-        """Take parts of different sequences through the layers, fill their outputs, and push their rows.
-
-        All or nothing for each: what fails before its push leaves no trace.
-        """
         with self._lock:
-            dispatcher, model = self._open(), self.model
-            wanted = [part.wanted() for part in parts]
-            steps = [
-                part.step(dispatcher.layers, self._edges, model, 0 if rows is None else len(rows))
-                for part, rows in zip(parts, wanted, strict=True)
-            ]
-            if len(parts) == 1 and parts[0].keep:
-                self._finish(parts[0], wanted[0], dispatcher.run(steps[0]))
-                return
-            for part, rows, result in zip(parts, wanted, dispatcher.run_group(steps), strict=True):
-                self._finish(part, rows, result)
-
-    def _finish(self, part: Part, wanted: np.ndarray | None, result: StepResult) -> None:
-        """Take what a step answered; the push comes last."""
-        for layer in part.hidden_after:
-            part.output.hidden[layer][part.first : part.last] = result.hidden_states[layer]
-        part.chosen = result.tokens
-        if result.tokens is not None:
-            wanted = None
-        if wanted is not None and result.logits is not None:
-            np.copyto(wanted, result.logits)
-            bend_logits(wanted, self.model.hyper)
-        elif wanted is not None:
-            assert result.hidden is not None  # the dispatcher answers one of the two
-            after = part.cache.positions + part.last - part.first  # the push comes later
-            self._logits(result.hidden[-len(wanted) :], after - len(wanted), wanted)
-        if part.stage:
-            part.cache.stage(result.kv_rows)
-        elif part.keep:
-            part.cache.push(result.kv_rows)
-        steps = 1 if result.tokens is None else len(result.tokens)
-        for counts, experts in zip(self._activations, result.experts, strict=True):
-            for expert in experts:
-                counts[expert] = counts.get(expert, 0) + steps
-
-    def _logits(self, hidden: np.ndarray, start: int, out: np.ndarray) -> None:
-        """Final norm and output matrix over `hidden` [n, hidden] of positions from `start` on into `out` [n, vocab].
-
-        NaN and infinity show there.
-        """
-        model = self.model
-        weight = model.output_norm[:, None]
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            if model.weights.invariant:
-                for a, b, columns in aligned(start, len(hidden)):
-                    x = padded(hidden[a:b], columns)
-                    rms_norm(x, weight, model.hyper.norm_eps, x, self._scratch)
-                    y = self._scratch.array("logits", model.vocab_size, x.shape[1])
-                    out[a:b] = model.weights.product(x, model.output, out=y)[:, columns].T
-                bend_logits(out, model.hyper)
-                return
-            normed = np.empty_like(hidden)
-            rms_norm(hidden.T, weight, model.hyper.norm_eps, normed.T, self._scratch)
-            model.weights.matmul(normed, model.output, out=out)
-            bend_logits(out, model.hyper)
+            self._steps.run(self._open(), parts)
 
     def _allocate(self, count: int, logits: str | None, layers: Collection[int]) -> Output:
         output = Output()

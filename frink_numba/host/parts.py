@@ -19,11 +19,14 @@ class Output:
     """What a prefill or a decode answers.
 
     `logits` float32: [vocab] of the last token, [n, vocab] of all, or None. `hidden`: for each layer asked for the
-    hidden batch that it hands on, float32 [n, hidden], before the final norm.
+    hidden batch that it hands on, float32 [n, hidden], before the final norm. `scores`: of each target that was given,
+    the natural logarithm of its probability, float64 [n]. `token`: the likeliest one, where that alone was asked for.
     """
 
     logits: np.ndarray | None = None
     hidden: dict[int, np.ndarray] = field(default_factory=dict)
+    scores: np.ndarray | None = None
+    token: int | None = None
 
 
 @dataclass(slots=True)
@@ -31,7 +34,8 @@ class Part:
     """Tokens first .. last-1 of a sequence's `ids`, int64 [n], behind the rows of `cache`.
 
     `keep` False: they are the whole sequence, `cache` is empty and stays so. `stage`: their rows are written, and
-    do not count. `ahead`: of one token, so many may be chosen among the first `choices`, as in `Step`: `chosen`.
+    do not count. `targets`, int64 [n]: for each of `ids` the token whose probability behind it is asked for, in place
+    of logits. `ahead`: of one token, so many may be chosen among the first `choices`, as in `Step`: `chosen`.
     """
 
     ids: np.ndarray
@@ -45,6 +49,15 @@ class Part:
     ahead: int = 0
     choices: int = 0
     chosen: np.ndarray | None = None
+    targets: np.ndarray | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many of its last tokens' logits are wanted."""
+        if self.targets is not None:
+            return self.last - self.first
+        wanted = self.wanted()
+        return 0 if wanted is None else len(wanted)
 
     def wanted(self) -> np.ndarray | None:
         """The rows of `output.logits` that this part fills, [rows, vocab]; None when it fills none."""
@@ -55,8 +68,8 @@ class Part:
             return logits[self.first : self.last]
         return logits[None] if self.last == len(self.ids) else None
 
-    def step(self, layers: Sequence[Layer], edges: Edges | None, model: Model, logits: int) -> Step:
-        """Its step, which answers the logits of so many of the last tokens."""
+    def step(self, layers: Sequence[Layer], edges: Edges | None, model: Model) -> Step:
+        """Its step."""
         tokens = self.ids[self.first : self.last]
         return Step(
             layers,
@@ -67,7 +80,8 @@ class Part:
             tokens=tokens,
             edges=edges,
             lookup=lambda: embed(model.embedding, tokens, model.hyper),
-            logits=logits,
+            logits=self.rows,
+            targets=None if self.targets is None else self.targets[self.first : self.last],
             keep=self.keep,
             ahead=self.ahead,
             choices=self.choices,

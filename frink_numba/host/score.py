@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from frink_numba.errors import FrinkError, PromptError
+from frink_numba.host.likelihood import log_softmax_at
 
 if TYPE_CHECKING:
     from frink_numba.host.decoder import Decoder
@@ -52,14 +53,6 @@ def token_log_probabilities(
         scored = stop
         start = stop - context // 2
     return scores
-
-
-def log_softmax_at(logits: np.ndarray, targets: Sequence[int]) -> np.ndarray:
-    """log softmax(logits)[i, targets[i]] for `logits` float32 [n, vocab], float64 [n]."""
-    peak = logits.max(axis=-1, keepdims=True)
-    total = np.exp(logits - peak).sum(axis=-1, dtype=np.float64)
-    chosen = logits[np.arange(len(logits)), np.asarray(targets)].astype(np.float64)
-    return chosen - peak[:, 0].astype(np.float64) - np.log(total)
 
 
 def perplexity(log_probabilities: np.ndarray) -> float:

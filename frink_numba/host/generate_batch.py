@@ -1,0 +1,128 @@
+"""Several answers at once: their next tokens come from one step, and each ends for itself."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from frink_numba.host.answer import Answer, Piece
+from frink_numba.host.batch import MOST_SEQUENCES
+from frink_numba.host.checks import about
+from frink_numba.host.integers import checked_integer
+from frink_numba.host.sampling import Sampler, Sampling, most_likely
+
+if TYPE_CHECKING:
+    from frink_numba.host.decoder import Decoder, Progress
+    from frink_numba.host.kv_cache import KVCache
+    from frink_numba.host.parts import Output
+
+
+class BatchAnswer(Answer):
+    """One of several answers; `text`: what of it can be shown so far."""
+
+    text = ""
+    sampler: Sampler | None = None  # None: the likeliest token
+
+    def add(self, token: int) -> Piece:
+        piece = super().add(token)
+        self.text += piece.text
+        return piece
+
+
+class BatchGeneration(Iterator[tuple[int, Piece]]):
+    """Answers under way: iterate it for pairs of a prompt's number and its next piece.
+
+    `answers`: one a prompt, in their order, each with its `text`, `tokens`, `finish_reason` and more (see `Answer`).
+    Up to MOST_SEQUENCES go on together; where one ends, the next prompt begins. Each piece counts one row in its cache,
+    so that this may be left at any piece.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        max_new_tokens: int | None,
+        stop: Sequence[str],
+        caches: Sequence[KVCache] | None,
+        chunk_size: int | None,
+        progress: Progress | None,
+    ) -> None:
+        if chunk_size is not None:
+            chunk_size = checked_integer("chunk_size", chunk_size, 1)
+        self._decoder, self._sampling, self._keep = decoder, sampling, caches is not None
+        self._most_new, self._vocabulary = max_new_tokens, decoder.model.tokenizer.vocab_size
+        held = [decoder.new_cache() for _ in prompts] if caches is None else caches
+        self.answers = [
+            BatchAnswer(decoder.model.tokenizer, prompt, cache, max_new_tokens=max_new_tokens, stop=stop)
+            for prompt, cache in zip(prompts, held, strict=True)
+        ]
+        for number, answer in enumerate(self.answers):
+            about(number, decoder.check_prompt, answer.prompt_tokens, answer.cache)
+        self._pieces = self._run(chunk_size, progress)
+
+    def __next__(self) -> tuple[int, Piece]:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """End all of them early; the caches stay usable."""
+        self._pieces.close()
+
+    def _run(self, chunk_size: int | None, progress: Progress | None) -> Generator[tuple[int, Piece], None, None]:
+        waiting, going = deque(range(len(self.answers))), list[int]()
+        while waiting or going:
+            fresh = [waiting.popleft() for _ in range(min(len(waiting), MOST_SEQUENCES - len(going)))]
+            begun = self._begin(fresh, chunk_size, progress) if fresh else []
+            chosen = self._go_on(going) if going else []
+            for number, token in [*zip(going, chosen, strict=True), *zip(fresh, begun, strict=True)]:
+                answer = self.answers[number]
+                answer.cache.advance(answer.cache.staged)
+                piece = answer.add(token)
+                if answer.finish_reason is not None and not self._keep:
+                    answer.cache = self._decoder.new_cache()  # its rows may be many
+                yield number, piece
+            going = [number for number in [*going, *fresh] if self.answers[number].finish_reason is None]
+
+    def _begin(self, numbers: Sequence[int], chunk_size: int | None, progress: Progress | None) -> list[int]:
+        """Run prompts; the first token of each answer."""
+        answers = [self.answers[number] for number in numbers]
+        for answer in answers:
+            if self._most_new is not None:  # at once what it may need, so that nothing is moved as it grows
+                answer.cache.reserve(min(len(answer.prompt_tokens) + self._most_new - 1, self._room(answer)))
+            if self._sampling.temperature or self._sampling.repetition_penalty != 1:
+                answer.sampler = Sampler(self._sampling, self._vocabulary)
+                answer.sampler.see(token for token in answer.prompt_tokens if token < self._vocabulary)
+        outputs = self._decoder.prefill_batch(
+            [answer.prompt_tokens for answer in answers],
+            [answer.cache for answer in answers],
+            chunk_size=chunk_size,
+            progress=progress,
+        )
+        return [self._chosen(answer, output) for answer, output in zip(answers, outputs, strict=True)]
+
+    def _go_on(self, numbers: Sequence[int]) -> list[int]:
+        """Run the last token of each answer, whose rows are staged; the token behind it."""
+        answers = [self.answers[number] for number in numbers]
+        greedy = all(answer.sampler is None for answer in answers)
+        outputs = self._decoder.decode_batch(
+            [answer.tokens[-1] for answer in answers],
+            [answer.cache for answer in answers],
+            greedy=greedy,
+            stage=True,
+        )
+        return [self._chosen(answer, output) for answer, output in zip(answers, outputs, strict=True)]
+
+    def _chosen(self, answer: BatchAnswer, output: Output) -> int:
+        if output.token is not None:
+            return output.token
+        assert output.logits is not None
+        logits: np.ndarray = output.logits[: self._vocabulary]
+        return most_likely(logits) if answer.sampler is None else answer.sampler.choose(logits)
+
+    @staticmethod
+    def _room(answer: BatchAnswer) -> int:
+        return answer.cache.context_length - answer.cache.positions
