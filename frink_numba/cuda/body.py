@@ -53,6 +53,8 @@ class Ends:
     None when neither is wanted. logits: of so many of the last rows. hidden: whether the hidden batch comes down.
     first: the model's number of the run's first layer, for those who watch.
 
+    cache: that of all layers, where the run covers them and it lends room as a whole; `sources` are empty then.
+
     ahead: so many tokens are chosen among the first `choices`, the first of them from that of `tokens`, and nothing
     comes down but these and K/V rows; 0 for an ordinary run.
     """
@@ -62,6 +64,7 @@ class Ends:
     logits: int = 0
     hidden: bool = True
     first: int = 0
+    cache: Any = None
     ahead: int = 0
     choices: int = 0
 
@@ -74,15 +77,15 @@ class Member:
     """One sequence of a group, from tokens to what is wanted of its last rows.
 
     tokens: int [rows]. cache: the K/V cache of all layers, which lends room as a whole; None: nobody keeps the rows.
-    logits: of so many of the last rows; of their logits `choose` wants the likeliest token alone, and `targets`, int
-    [logits], how likely these are.
+    logits: of so many of the last rows; of their logits `choose` wants the likeliest token alone, among so many, and
+    `targets`, int [logits], how likely these are.
     """
 
     tokens: np.ndarray
     start_pos: int
     cache: Any
     logits: int
-    choose: bool = False
+    choose: int = 0
     targets: np.ndarray | None = None
 
 
@@ -104,7 +107,7 @@ class Answer(NamedTuple):
     """
 
     hidden: np.ndarray | None
-    rows: list[Rows]
+    rows: Sequence[Rows]
     logits: np.ndarray | None = None
     tokens: np.ndarray | None = None
 

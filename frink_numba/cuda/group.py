@@ -61,7 +61,7 @@ class Groups:
         shares: list[Share] = device.body.run_group(device.workspace, resident, held, members, block, traffic, hidden)
         self._settled = device.state
         return [
-            Run(share.hidden, share.rows, logits=share.logits, tokens=share.tokens, scores=share.scores)  # type: ignore[arg-type]
+            Run(share.hidden, share.rows, logits=share.logits, tokens=share.tokens, scores=share.scores)
             for share in shares
         ]
 
@@ -140,6 +140,6 @@ def member(step: Step) -> Member:
     tokens = step.tokens
     assert tokens is not None  # `Groups.serves` has seen it
     cache = step.caches if step.keep else None
-    choose = step.ahead == 1 and step.edges is not None and step.choices == step.edges.output.rows
+    choose = step.choices if step.ahead == 1 else 0
     targets = None if step.targets is None else np.asarray(step.targets)
     return Member(tokens, step.start_pos, cache, step.logits, choose, targets)

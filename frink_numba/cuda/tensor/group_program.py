@@ -38,7 +38,8 @@ class GroupShape:
     """The sizes that a program is made for; a group takes the smallest that it fits.
 
     most_rows: of a sequence. wanted: rows that go through the output matrix, and `make` what is made of them: "logits",
-    "tokens" (the likeliest) or "scores" (how likely the targets are). keep: whether K/V rows come down.
+    "tokens" (the likeliest among the first `choices`) or "scores" (how likely the targets are). keep: whether K/V rows
+    come down.
     """
 
     rows: int
@@ -47,26 +48,23 @@ class GroupShape:
     wanted: int
     make: str
     keep: bool
+    choices: int = 0
 
     @classmethod
     def of(cls, members: Sequence[Member]) -> GroupShape:
         sizes = [len(member.tokens) for member in members]
         rows, most, wanted = sum(sizes), max(sizes), sum(member.logits for member in members)
-        make = "logits"
+        make, choices = "logits", 0
         if all(member.targets is not None for member in members):
             make = "scores"
-        elif all(member.choose for member in members):
-            make = "tokens"
+        elif members[0].choose and all(member.choose == members[0].choose for member in members):
+            make, choices = "tokens", members[0].choose
         count = 1 << (len(members) - 1).bit_length()
         few = 1 << (most - 1).bit_length()
         rows = size_class(rows)
+        most_rows = few if few <= MOST_ROWS else rows
         return cls(
-            rows,
-            count,
-            few if few <= MOST_ROWS else rows,
-            size_class(wanted) if wanted else 0,
-            make,
-            members[0].cache is not None,
+            rows, count, most_rows, size_class(wanted) if wanted else 0, make, members[0].cache is not None, choices
         )
 
 
@@ -294,7 +292,9 @@ class GroupProgram(Launches):
         tokens, vocabulary = self._address(self._targets) + 4 * head.first, edges.output.rows
         if self.shape.make == "tokens":
             tokens, room = self.chosen + 4 * head.first, kernels.samplers.argmax_workspace(rows)
-            choose = kernels.samplers.argmax(edges.logits, rows, vocabulary, tokens, workspace=self._room(room, room))
+            choose = kernels.samplers.argmax(
+                edges.logits, rows, self.shape.choices, tokens, workspace=self._room(room, room), pitch=vocabulary
+            )
             self._add("choose", choose)
         if self.shape.make != "logits":  # of chosen tokens it tells whether the logits are numbers
             scores = self.scores + 4 * head.first
