@@ -113,6 +113,17 @@ class Layout:
     def carried(self) -> int:
         return self.sums + self.keys // 4 + 4
 
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a thread after `setmaxnreg`: (producer, compute groups).
+
+        All together no more than the block is launched with (168 a thread with two compute groups): who asks for more
+        waits for ever, or until a neighbour of the block on its multiprocessor has gone.
+        """
+        if self.groups == 2:
+            return (40, 232) if self.width <= 128 else (24, 240)
+        return (32, 160) if self.groups == 3 else (56, 240)
+
 
 @dataclass(frozen=True, slots=True)
 class MmaLayout:

@@ -103,7 +103,7 @@ def build(layout: Layout) -> tuple[Any, Any]:
     limits, row_inside = row_ops(layout)
     locate, bounds, counts = schedule_ops(layout.rows, layout.keys, layout.windowed)
     release = release_stage(1)
-    few, many = (32, 240) if GROUPS == 2 else (32, 160) if GROUPS == 3 else (56, 240)
+    few, many = layout.registers
     fewer_registers, more_registers = set_registers(few, more=False), set_registers(many, more=True)
     load_record = instruction("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", "u32x4", "u64")
     read_slot = instruction("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "u32x4", "u32")
