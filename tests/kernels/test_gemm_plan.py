@@ -15,6 +15,7 @@ from frink_numba.kernels.gemm_plan import (
     layouts,
     make_plan,
 )
+from frink_numba.kernels.gemm_variant import WgmmaGemm
 
 Q4 = FRAGMENT_KINDS["Q4_0"]
 TILE = st.sampled_from([(g, t) for g, tiles in TILES.items() for t in tiles])
@@ -129,3 +130,12 @@ def test_the_usual_plan_cuts_along_k_as_the_tokens_ask_for() -> None:
     plans = [make_plan(m, 3072, 3072, Q4, 132) for m in (1, 64, 512, 2048)]
     assert len({(plan.tokens, plan.groups) for plan in plans}) > 1
     assert len({bool(plan.split_tiles) for plan in plans}) == 2
+
+
+@pytest.mark.parametrize(("groups", "tokens"), [(g, t) for g, tiles in TILES.items() for t in tiles])
+def test_registers_fit_what_a_block_is_launched_with(groups: int, tokens: int) -> None:
+    """`setmaxnreg` deals out what the launch gave: asking for more would wait for ever."""
+    gemm = WgmmaGemm("Q4_K", tokens, groups=groups)
+    launched = 65536 // (gemm.threads * gemm.resident) // 8 * 8 * gemm.threads
+    producer, consumers = gemm.registers
+    assert 128 * (producer + groups * consumers) <= launched
