@@ -1,0 +1,125 @@
+"""Answers that go on together on a device: what each would be alone, whatever fails in the middle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from frink_numba import registry
+from frink_numba.cuda.backend import CudaBackend
+from frink_numba.host.decoder import Decoder
+from frink_numba.host.load import load
+from frink_numba.host.model import Model
+from frink_numba.layer import Layer
+from tests.cuda.fake_gpu import FakeRuntime
+from tests.cuda.fake_tensor import tensor_device
+from tests.golden.tiny_gguf import write
+from tests.golden.tiny_text import BOS, TOKENS, text_content
+
+PROMPTS = [[BOS, *text.encode()] for text in ("the quick brown fox", "a", "jumps", "over the lazy dog")]
+NEW = 10
+NEAR = 1e-2  # of the logits' norm: two tokens whose logits are so near may change places
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    """Its vocabulary is padded, and one of the rows beyond would often be the most likely."""
+    file = text_content()
+    file.tensors["output.weight"][TOKENS:] = 3 * file.tensors["output.weight"][:1]
+    with load(write(file, tmp_path_factory.mktemp("model") / "m.gguf")) as model:
+        yield model
+
+
+@pytest.fixture
+def on_device(model: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Decoder, FakeRuntime]]:
+    """on_device(tier): a decoder over a fake device and the host, and the device's runtime."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+
+    def make(tier: str = "wgmma") -> tuple[Decoder, FakeRuntime]:
+        device = tensor_device(tier)
+
+        def backend(layers: Sequence[Layer]) -> CudaBackend:
+            return CudaBackend(layers, device)
+
+        registry.register_backend("cuda", backend, replace=True)
+        return Decoder(model, "cuda,host"), device.runtime
+
+    return make
+
+
+def tokens_of(decoder: Decoder, **how) -> list[list[int]]:
+    batch = decoder.generate_batch(PROMPTS, max_new_tokens=NEW, **how)
+    for _ in batch:
+        pass
+    return [answer.tokens for answer in batch.answers]
+
+
+def assert_greedy(model: Model, answers: Sequence[Sequence[int]]) -> None:
+    """Every token is the likeliest for the host, behind those before it, or as good as that."""
+    with Decoder(model, "host") as host:
+        for prompt, tokens in zip(PROMPTS, answers, strict=True):
+            assert len(tokens) == NEW
+            logits = host.prefill([*prompt, *tokens[:-1]], host.new_cache(), logits="all").logits
+            rows = logits[len(prompt) - 1 :, :TOKENS]
+            behind = rows.max(axis=1) - rows[np.arange(len(tokens)), tokens]
+            assert (behind <= NEAR * np.linalg.norm(rows, axis=1)).all()
+
+
+@pytest.mark.parametrize("tier", ["wgmma", "mma"])
+def test_greedy_answers_are_the_hosts(model: Model, tier: str, on_device):
+    """R24: one wait for the device a step of all, and no logits behind the prompts'."""
+    decoder, runtime = on_device(tier)
+    assert_greedy(model, tokens_of(decoder))
+    assert runtime.waits == 1 + (NEW - 1)
+    stats = decoder._dispatcher.backends[0].stats
+    assert stats.logits_down == 4 * len(PROMPTS) * decoder.model.vocab_size
+
+
+def test_answers_do_not_depend_on_who_goes_along(model: Model, on_device):
+    """Single steps and groups of other sizes: the same tokens, or ones as likely."""
+    decoder, _ = on_device()
+    assert_greedy(
+        model, [[piece.token for piece in decoder.generate(prompt, max_new_tokens=NEW)] for prompt in PROMPTS]
+    )
+
+
+def test_drawn_answers_take_the_logits(model: Model, on_device):
+    decoder, _ = on_device()
+    drawn = tokens_of(decoder, temperature=0.7, seed=3)
+    assert drawn == tokens_of(decoder, temperature=0.7, seed=3)
+    assert drawn != tokens_of(decoder, temperature=0.7, seed=4)
+
+
+def test_a_failure_at_any_call_costs_no_token(model: Model, on_device):
+    """R21, at calls all through the generation: the rest of the answers is right, whoever serves it."""
+    decoder, runtime = on_device()
+    tokens_of(decoder)
+    calls = len(runtime.calls)
+    for at in range(0, calls, max(1, calls // 40)):
+        decoder, runtime = on_device()
+        runtime.fail_at = at
+        assert_greedy(model, tokens_of(decoder))
+
+
+def test_a_device_lost_in_the_middle(model: Model, on_device):
+    decoder, runtime = on_device()
+    batch = decoder.generate_batch(PROMPTS, max_new_tokens=NEW)
+    for number, _ in enumerate(batch):
+        if number == 17:
+            runtime.fail_at, runtime.sticky = len(runtime.calls) + 3, True
+    assert_greedy(model, [answer.tokens for answer in batch.answers])
+
+
+def test_texts_are_scored_on_the_device(model: Model, on_device):
+    """Log-probabilities, without logits or K/V rows on the bus; the host's values."""
+    decoder, _ = on_device()
+    inputs, targets = [prompt[:-1] for prompt in PROMPTS[:1] + PROMPTS[2:]], [p[1:] for p in PROMPTS[:1] + PROMPTS[2:]]
+    got = decoder.prefill_batch(inputs, targets=targets)
+    stats = decoder._dispatcher.backends[0].stats
+    assert (stats.logits_down, stats.kv_down) == (0, 0)
+    with Decoder(model, "host") as host:
+        for one, other in zip(got, host.prefill_batch(inputs, targets=targets), strict=True):
+            np.testing.assert_allclose(one.scores, other.scores, atol=0.1)
+            assert np.abs(one.scores).max() > 0.5

@@ -1,0 +1,183 @@
+"""Several answers at once: each is the answer that its prompt would get alone, and ends for itself."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+
+from frink_numba.errors import CacheError, Cancelled, FrinkError, PromptError, SettingError
+from frink_numba.host import generate_batch
+from frink_numba.host.generate_batch import BatchGeneration
+from tests.golden.tiny_text import BOS
+
+PROMPTS = ["the quick brown fox", "a", [BOS, *b"jumps over"], "the lazy dog, and then some more of it", "!?", "zzz"]
+
+
+def alone(decoder, prompt, **how):
+    answer = decoder.generate(prompt, **how)
+    text = "".join(piece.text for piece in answer)
+    return answer, text
+
+
+def finished(batch: BatchGeneration) -> BatchGeneration:
+    for _ in batch:
+        pass
+    return batch
+
+
+def assert_as_alone(decoder, prompts, **how):
+    batch = finished(decoder.generate_batch(prompts, **how))
+    for prompt, answer in zip(prompts, batch.answers, strict=True):
+        want, text = alone(decoder, prompt, **how)
+        assert answer.tokens == want.tokens
+        assert answer.text == text
+        assert (answer.finish_reason, answer.stop_string) == (want.finish_reason, want.stop_string)
+        assert answer.prompt_tokens == want.prompt_tokens
+    return batch
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"max_new_tokens": 12},
+        {"max_new_tokens": 1},
+        {"max_new_tokens": 12, "temperature": 0.8, "top_k": 20, "seed": 4},
+        {"max_new_tokens": 12, "repetition_penalty": 1.3},
+        {"max_new_tokens": 9, "temperature": 1.2, "top_p": 0.9, "min_p": 0.02, "seed": 1, "chunk_size": 5},
+    ],
+)
+def test_each_answer_is_the_one_alone(text_decoder, how):
+    """Greedy, drawn and penalized: each has its own random state and its own tokens seen."""
+    assert_as_alone(text_decoder, PROMPTS, **how)
+
+
+@pytest.mark.parametrize("most", [1, 2, 4])
+def test_a_prompt_begins_where_an_answer_ends(text_decoder, monkeypatch, most):
+    """More prompts than go on together wait for their turn; answers end at different times."""
+    monkeypatch.setattr(generate_batch, "MOST_SEQUENCES", most)
+    stop = alone(text_decoder, PROMPTS[0], max_new_tokens=12)[1][4:6]
+    batch = assert_as_alone(text_decoder, PROMPTS, max_new_tokens=12, stop=[stop])
+    assert batch.answers[0].finish_reason == "stop"
+    assert any(answer.finish_reason == "length" for answer in batch.answers)
+
+
+def test_pieces_come_step_by_step(text_decoder):
+    """Each step gives one piece of every answer that is under way, in the order of the prompts."""
+    seen: list[list[int]] = []
+    for number, piece in text_decoder.generate_batch(PROMPTS[:3], max_new_tokens=4):
+        if not seen or number <= seen[-1][-1]:
+            seen.append([])
+        seen[-1].append(number)
+        assert isinstance(piece.token, int)
+    assert seen == [[0, 1, 2]] * 4
+
+
+def test_caches_hold_all_but_the_last_token(text_decoder):
+    """R10: after each piece, its cache counts the prompt and the new tokens but the last."""
+    caches = [text_decoder.new_cache() for _ in PROMPTS]
+    batch = text_decoder.generate_batch(PROMPTS, max_new_tokens=5, caches=caches)
+    for number, _ in batch:
+        answer = batch.answers[number]
+        assert answer.cache is caches[number]
+        assert answer.cache.positions == len(answer.prompt_tokens) + len(answer.tokens) - 1
+    more = finished(
+        text_decoder.generate_batch([[a.tokens[-1]] for a in batch.answers], max_new_tokens=3, caches=caches)
+    )
+    for prompt, first, second in zip(PROMPTS, batch.answers, more.answers, strict=True):
+        assert first.tokens + second.tokens == alone(text_decoder, prompt, max_new_tokens=8)[0].tokens
+
+
+def test_left_in_the_middle_the_caches_stay_usable(text_decoder):
+    caches = [text_decoder.new_cache() for _ in PROMPTS]
+    batch = text_decoder.generate_batch(PROMPTS, max_new_tokens=9, caches=caches)
+    for _ in range(2 * len(PROMPTS) + 2):  # two pieces each, and a third of the first two
+        next(batch)
+    batch.close()
+    for at, (cache, answer) in enumerate(zip(caches, batch.answers, strict=True)):
+        assert len(answer.tokens) == 2 + (at < 2)
+        assert cache.positions == len(answer.prompt_tokens) + len(answer.tokens) - 1
+        rest, _ = alone(text_decoder, [answer.tokens[-1]], cache=cache, max_new_tokens=3)
+        whole, _ = alone(text_decoder, PROMPTS[at], max_new_tokens=len(answer.tokens) + 3)
+        assert answer.tokens + rest.tokens == whole.tokens
+
+
+def test_rows_go_with_an_answer_that_nobody_keeps(text_decoder):
+    batch = finished(text_decoder.generate_batch(PROMPTS, max_new_tokens=3))
+    gc.collect()
+    assert sum(answer.cache.nbytes for answer in batch.answers) == 0
+
+
+def test_the_context_ends_an_answer(text_decoder):
+    caches = [text_decoder.new_cache(30), text_decoder.new_cache(25)]
+    batch = finished(text_decoder.generate_batch([[BOS] * 20, [BOS] * 20], caches=caches))
+    assert [answer.finish_reason for answer in batch.answers] == ["context", "context"]
+    assert [len(answer.tokens) for answer in batch.answers] == [11, 6]
+
+
+def test_chats(text_decoder):
+    chats = [[{"role": "user", "content": text}] for text in ("hi", "who are you")]
+    batch = finished(text_decoder.generate_batch(chats, max_new_tokens=4))
+    for chat, answer in zip(chats, batch.answers, strict=True):
+        assert answer.tokens == alone(text_decoder, chat, max_new_tokens=4)[0].tokens
+
+
+def test_no_prompts_end_at_once(text_decoder):
+    assert list(text_decoder.generate_batch([])) == []
+
+
+def test_a_failure_in_the_middle_loses_no_token(text_decoder, monkeypatch):
+    """What fails leaves every cache behind what was handed out (R10)."""
+    caches = [text_decoder.new_cache() for _ in PROMPTS]
+    batch = text_decoder.generate_batch(PROMPTS, max_new_tokens=9, caches=caches)
+    for _ in range(2 * len(PROMPTS)):
+        next(batch)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(text_decoder._steps), "run", lambda *_: (_ for _ in ()).throw(MemoryError("told to fail")))
+        with pytest.raises(MemoryError):
+            next(batch)
+    for cache, answer in zip(caches, batch.answers, strict=True):
+        assert cache.positions == len(answer.prompt_tokens) + len(answer.tokens) - 1
+
+
+def test_cancelling_the_prompts(text_decoder):
+    batch = text_decoder.generate_batch(PROMPTS, chunk_size=20, progress=lambda *_: False)
+    with pytest.raises(Cancelled):
+        next(batch)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "arguments", "error", "words"),
+    [
+        ("one text", {}, PromptError, "list of prompts"),
+        (["a", []], {}, PromptError, "prompt 1: the prompt is empty"),
+        (["a", [10_000]], {}, PromptError, "prompt 1: token 10000"),
+        (["a"], {"max_new_tokens": 0}, SettingError, "max_new_tokens"),
+        (["a"], {"temperature": -1}, SettingError, "temperature"),
+        (["a"], {"stop": "x"}, SettingError, "stop"),
+        (["a"], {"chunk_size": 0}, SettingError, "chunk_size"),
+        (["a", "b"], {"caches": []}, CacheError, "2 prompts, but 0 caches"),
+        (["a"], {"caches": [1]}, CacheError, "the cache is a int"),
+        ([3], {}, PromptError, "a prompt is a text"),
+    ],
+)
+def test_bad_arguments_are_refused_before_the_first_token(text_decoder, prompts, arguments, error, words):
+    with pytest.raises(error, match=words):
+        text_decoder.generate_batch(prompts, **arguments)
+
+
+def test_logits_that_are_no_numbers_are_an_error(text_decoder, monkeypatch):
+    batch = text_decoder.generate_batch(PROMPTS[:2], max_new_tokens=3)
+    next(batch)
+    real = text_decoder.decode_batch
+
+    def spoilt(*given, **how):
+        outputs = real(*given, **how)
+        outputs[1].logits[3] = np.nan
+        return outputs
+
+    monkeypatch.setattr(text_decoder, "decode_batch", spoilt)
+    next(batch)
+    with pytest.raises(FrinkError, match="not numbers"):
+        next(batch)
