@@ -18,43 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from frink_numba.kernels.gemm_emit import PtxMachine
-from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, half_bits
-from frink_numba.kernels.ptx import Register
+from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS
 
 SUM_BITS = 5  # x is under 2**16, so that sums of 32 are under 2**16 after a division by 2**5
 
 Pair = tuple[Any, Any]  # of row g and of row g + 8
-
-
-class ThinMachine(PtxMachine):
-    """A PtxMachine with float32."""
-
-    def floats(self, word: Register) -> list[Register]:
-        """The two f16 numbers of a word."""
-        template = "{\n.reg .b16 a, b;\nmov.b32 {a, b}, $2;\ncvt.f32.f16 $0, a;\ncvt.f32.f16 $1, b;\n}"
-        return self.e.asm(template, "f32x2", [word], pure=True)
-
-    def low(self, word: Register) -> Register:
-        """The lower f16 number of a word."""
-        template = "{\n.reg .b16 a, b;\nmov.b32 {a, b}, $1;\ncvt.f32.f16 $0, a;\n}"
-        return self.e.asm(template, "f32", [word], pure=True)
-
-    def power(self, value: Register, exponent: int) -> Register:
-        return value * 2.0**exponent
-
-    def select(self, index: Register, choices: Sequence[Register]) -> Register:
-        """choices[index], the last one beyond."""
-        chosen = choices[-1]
-        for k in reversed(range(len(choices) - 1)):
-            is_k = self.e.builder.icmp_unsigned("==", index.value, self.u32(k).value)
-            chosen = Register(self.e, "u32", self.e.builder.select(is_k, choices[k].value, chosen.value))
-        return chosen
-
-    def bytes_less(self, word: Register, low: int, bias: int) -> Register:
-        """Bytes `low` and `low` + 1 of a word less `bias`, as two f16 numbers: 0x64 above a byte makes 1024 + byte."""
-        magic = self.permute(word, self.u32(0x64), 0x4040 | low | (low + 1) << 8)
-        return self.sub2(magic, self.u32(half_bits(1024.0 + bias)))
 
 
 @dataclass(frozen=True, slots=True)
