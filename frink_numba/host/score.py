@@ -55,6 +55,41 @@ def token_log_probabilities(
     return scores
 
 
+def batch_log_probabilities(
+    decoder: Decoder, texts: Sequence[Sequence[int]], *, progress: Callable[[int, int], None] | None = None
+) -> list[np.ndarray]:
+    """`token_log_probabilities` of many texts, in their order: those within the context go through the model together.
+
+    PromptError, which names the text, for fewer than two tokens.
+    """
+    for number, text in enumerate(texts):
+        if len(text) < 2:
+            raise PromptError(
+                f"text {number}: scoring needs at least two tokens, got {len(text)}: the first has nothing before it"
+            )
+    context, total = decoder.model.context_length, sum(len(text) - 1 for text in texts)
+    short = [number for number, text in enumerate(texts) if len(text) - 1 <= context]
+    together = sum(len(texts[number]) - 1 for number in short)
+    scores: list[np.ndarray] = [np.empty(0)] * len(texts)
+    outputs = decoder.prefill_batch(
+        [texts[number][:-1] for number in short],
+        targets=[texts[number][1:] for number in short],
+        progress=None if progress is None else lambda done, _: progress(done, total),
+    )
+    for number, output in zip(short, outputs, strict=True):
+        assert output.scores is not None  # targets were given
+        if not np.isfinite(output.scores).all():
+            raise FrinkError("the model's logits are not finite: its weights are damaged, or beyond float32")
+        scores[number] = output.scores
+    done = together
+    for number in sorted(set(range(len(texts))) - set(short)):
+        scores[number] = token_log_probabilities(decoder, texts[number])
+        done += len(texts[number]) - 1
+        if progress:
+            progress(done, total)
+    return scores
+
+
 def perplexity(log_probabilities: np.ndarray) -> float:
     """exp of the mean negative log-probability: 1 for a text that was certain, the vocabulary's size for a guess.
 

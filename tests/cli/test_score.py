@@ -84,3 +84,24 @@ def test_a_text_of_one_token_is_one_line(smollm2_path: Path) -> None:
 def test_a_missing_file_is_one_line(smollm2_path: Path, tmp_path: Path) -> None:
     message = one_line_error(frink("score", "smollm2-135m", "--file", str(tmp_path / "absent.txt")))
     assert message == f"cannot read {tmp_path / 'absent.txt'}: No such file or directory"
+
+
+def test_every_line_is_a_text(smollm2_path: Path, tmp_path: Path) -> None:
+    """--lines: as each line alone, and the totals of all; blank lines are none."""
+    lines = [_TEXT, "Two and two make four.", "A sentence that is a little longer than the others, for a change."]
+    (tmp_path / "text.txt").write_text("\n".join([lines[0], "", *lines[1:], "  "]))
+    document = frink_json("score", "smollm2-135m", "--lines", "--file", str(tmp_path / "text.txt"))
+    assert [entry["text"] for entry in document["texts"]] == lines
+    alone = [frink_json("score", "smollm2-135m", "--summary", line) for line in lines]
+    for entry, one in zip(document["texts"], alone, strict=True):
+        assert entry["scored"] == one["scored"]
+        assert entry["log_probability"] == pytest.approx(one["log_probability"], abs=1e-2)
+    assert document["scored"] == sum(one["scored"] for one in alone)
+    assert document["log_probability"] == pytest.approx(sum(one["log_probability"] for one in alone), abs=1e-2)
+    shown = frink("score", "smollm2-135m", "--lines", "--file", str(tmp_path / "text.txt")).stdout.splitlines()
+    assert len(shown) == len(lines) + 1
+    assert shown[0].endswith(repr(_TEXT))
+
+
+def test_no_line_at_all_is_an_error(smollm2_path: Path) -> None:
+    assert "no line" in one_line_error(frink("score", "smollm2-135m", "--lines", " \n "), 2)

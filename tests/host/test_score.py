@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from frink_numba.errors import PromptError
-from frink_numba.host.score import CHUNK, log_softmax_at, perplexity, token_log_probabilities
+from frink_numba.host.likelihood import log_softmax_at
+from frink_numba.host.score import CHUNK, batch_log_probabilities, perplexity, token_log_probabilities
 
 _VOCAB = 50
 
@@ -113,3 +114,19 @@ def test_perplexity_beyond_what_a_float_holds_is_infinite() -> None:
 def test_perplexity_of_a_guess_is_the_number_of_choices() -> None:
     assert perplexity(np.full(7, -math.log(50))) == pytest.approx(50)
     assert perplexity(np.zeros(3)) == 1
+
+
+def test_many_texts_score_as_each_alone(open_decoder) -> None:
+    """Short texts together, one longer than the context in windows, in their order; progress over all tokens."""
+    decoder = open_decoder("llama_grouped", context_length=64)
+    draw = np.random.default_rng(2)
+    texts = [draw.integers(0, 80, n).tolist() for n in (5, 2, 65, 200, 30, 64)]
+    seen: list[tuple[int, int]] = []
+    got = batch_log_probabilities(decoder, texts, progress=lambda *call: seen.append(call))
+    for text, scores in zip(texts, got, strict=True):
+        np.testing.assert_allclose(scores, token_log_probabilities(decoder, text), atol=2e-5)
+    total = sum(len(text) - 1 for text in texts)
+    assert seen[-1] == (total, total)
+    assert seen == sorted(seen)
+    with pytest.raises(PromptError, match="text 1: scoring needs at least two tokens"):
+        batch_log_probabilities(decoder, [[1, 2], [3]])
