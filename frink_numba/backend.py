@@ -121,7 +121,7 @@ class Run:
     """
 
     hidden: np.ndarray | None
-    kv_rows: list[tuple[np.ndarray, np.ndarray]]
+    kv_rows: Sequence[tuple[np.ndarray, np.ndarray]]
     experts: Sequence[Sequence[int]] | None = None
     logits: np.ndarray | None = None
     tokens: np.ndarray | None = None

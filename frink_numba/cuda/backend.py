@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import threading
@@ -37,7 +38,11 @@ def create(layers: Sequence[Layer], device: str | None = None) -> CudaBackend:
     if device is not None and not device.isdecimal():
         raise BackendUnavailable(f"{device!r} is not a device number; write cuda:0, cuda:1, ...")
     number = int(device or 0)
-    return CudaBackend(layers, open_device(number), "cuda" if device is None else f"cuda:{number}")
+    made = CudaBackend(layers, open_device(number), "cuda" if device is None else f"cuda:{number}")
+    # Making a context takes as long as a tokenizer does, and the one waits for the driver while the other computes. Not
+    # a daemon: a process that ends at once lets the driver finish.
+    threading.Thread(target=_make_context, args=(made.device,), name="frink-context").start()
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,6 +394,12 @@ class CudaBackend:
         resident = hold_layers(device, layers, self._holder, traffic, scratch)
         exact = body.scratch(layers).nbytes(step.batch, step.start_pos)
         return resident, device.workspace.arena.reserve(exact, self._spare(exact, step))
+
+
+def _make_context(device: CudaDevice) -> None:
+    """Make the device's context and streams, which its first step needs; what fails here fails there, and is said."""
+    with contextlib.suppress(Exception), device.working():
+        _ = device.workspace
 
 
 def _row_bytes(cache: LayerCache, positions: int) -> int:

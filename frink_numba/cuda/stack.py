@@ -151,4 +151,4 @@ def _launch(
         raise DeviceError(device.problem or device.failed(error)) from error
     resident.traffic.add(traffic)
     assert done.hidden is not None  # it was not told otherwise
-    return done.hidden, done.rows
+    return done.hidden, list(done.rows)

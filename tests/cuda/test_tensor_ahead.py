@@ -161,7 +161,8 @@ def test_without_room_for_the_edges_it_is_an_ordinary_step(monkeypatch: pytest.M
     room = device.held_bytes - device.body.edges_bytes(EDGES)
     monkeypatch.setenv("FRINK_CUDA_MEMORY", str(room))
     backend = CudaBackend(PLAIN, tensor_device())
-    run = ahead(backend, PLAIN, new_cache(backend, PLAIN), 7, 4)
+    cache = new_cache(backend, PLAIN)
+    run = ahead(backend, PLAIN, cache, 7, 4)
     assert run.tokens is run.logits is None
     assert run.hidden.shape == (1, PLAIN[0].hidden_dim)
     assert all(part.shape[0] == 1 for pair in run.kv_rows for part in pair)

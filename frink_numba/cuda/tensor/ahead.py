@@ -8,19 +8,17 @@ as do the ids, and the calling thread waits once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from frink_numba.cuda.body import Answer, Ends, KvSource
+from frink_numba.cuda.body import Answer, Ends
 from frink_numba.cuda.ranges import Ranges
 from frink_numba.cuda.runtime import Runtime
-from frink_numba.cuda.tensor.mirror import Mirror
 from frink_numba.cuda.tensor.program import Program, launch
 from frink_numba.cuda.tensor.row_targets import RowTargets
 from frink_numba.cuda.tensor.scratch import AHEAD_ROWS
-from frink_numba.cuda.tensor.weights import TensorLayer
 from frink_numba.cuda.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -33,9 +31,7 @@ def go_ahead(
     traffic: Traffic,
     ranges: Ranges | None,
     program: Program,
-    layers: Sequence[TensorLayer],
-    mirrors: Sequence[Mirror],
-    sources: Sequence[KvSource],
+    make_targets: Callable[[int], RowTargets],
     start_pos: int,
     ends: Ends,
 ) -> Answer:
@@ -48,10 +44,9 @@ def go_ahead(
     for _ in range(n):
         launch(segment, runtime, stream, ranges, ends.first)
     # While the device is at work:
-    rows = RowTargets(runtime, work, traffic)
-    targets = rows.take(layers, mirrors, sources, n)
+    targets = make_targets(n)
     chosen = lend(4 * n).view(np.int32)
-    rows.fetch(targets, segment.rows, stream, AHEAD_ROWS)
+    targets.fetch(0, segment.last, segment.rows, stream, AHEAD_ROWS)
     runtime.fetch(chosen, program.answers, stream)
     runtime.synchronize(stream)
     traffic.synchronizations += 1
@@ -59,4 +54,5 @@ def go_ahead(
     tokens = chosen.copy()
     wrong = np.flatnonzero(tokens < 0)
     tokens[wrong[0] if len(wrong) else n :] = -1  # what follows from no number is no token
-    return Answer(None, [(target.k, target.v) for target in targets], tokens=tokens)
+    targets.done()
+    return Answer(None, targets.rows, tokens=tokens)

@@ -6,6 +6,7 @@ calling thread waits once, at the end (R8). Rows go straight into the host's cac
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ from frink_numba.cuda.tensor.lifts import lifted
 from frink_numba.cuda.tensor.mirror import Mirror, Mirrors
 from frink_numba.cuda.tensor.pack_ahead import PackAhead
 from frink_numba.cuda.tensor.program import Program, launch
-from frink_numba.cuda.tensor.row_targets import RowTargets, Target
+from frink_numba.cuda.tensor.row_targets import LayerTargets, RowTargets, WholeTargets
 from frink_numba.cuda.tensor.scratch import (
     AHEAD_ROWS,
     ATTENTION_WORKSPACE,
@@ -159,27 +160,44 @@ class TensorBody:
         ends: Ends = WHOLE,
     ) -> Answer:
         batch = len(ends.tokens) if hidden is None and ends.tokens is not None else len(_there(hidden))
-        run, mirrors = _Run(self.runtime, work, traffic, self._ranges), list[Mirror]()
+        run, mirrors, whole = _Run(self.runtime, work, traffic, self._ranges), list[Mirror](), None
         try:
             zeroed, self._zeroed = self._zeroed, None
             total = start_pos + max(batch, ends.ahead)
-            shapes, caches = [layer.shape for layer in layers], [source.cache for source in sources]
-            mirrors = self._mirrors.take(shapes, caches, total, work.compute)
+            shapes = [layer.shape for layer in layers]
+            if ends.cache is not None:
+                whole = self._mirrors.whole(shapes, ends.cache, total, work.compute)
+                mirrors = whole.mirrors
+            else:
+                mirrors = self._mirrors.take(shapes, [source.cache for source in sources], total, work.compute)
             program = self._program(layers, mirrors, batch, self.runtime.address(block), ends)
             if zeroed is None or zeroed() is not block:
                 self.runtime.zero(program.counters, ATTENTION_WORKSPACE + COUNTERS, work.compute)
-            for layer, mirror, source in zip(layers, mirrors, sources, strict=True):
+            lacking: Sequence[KvSource] = sources
+            if whole is not None and whole.fresh and whole.known_rows(ends.cache) < start_pos:
+                whole.spread()
+            if whole is not None and not whole.fresh:
+                lacking = [KvSource(cache.prefix, cache) for cache in ends.cache]
+            for layer, mirror, source in zip(layers, mirrors, lacking, strict=False):
                 self._complete(layer, mirror, source, start_pos, program.staging, work, traffic)
-            if ends.ahead:
-                how = (self.runtime, work, traffic, self._ranges)
-                answer = go_ahead(*how, program, layers, mirrors, sources, start_pos, ends)
+            how = (self.runtime, work, traffic)
+            make_targets: Callable[[int], RowTargets]
+            if whole is None:
+                make_targets = functools.partial(LayerTargets, *how, layers, mirrors, sources)
             else:
-                answer = run.go(program, layers, mirrors, hidden, sources, start_pos, ends)
+                whole.known_rows(ends.cache)
+                make_targets = functools.partial(WholeTargets, *how, layers, whole, ends.cache)
+            if ends.ahead:
+                answer = go_ahead(*how, self._ranges, program, make_targets, start_pos, ends)
+            else:
+                answer = run.go(program, layers[0].shape.hidden, hidden, make_targets, start_pos, ends)
             self._zeroed = weakref.ref(block)
             return answer
         except BaseException:  # a keyboard interrupt too: memory that the device still writes to must not be reused
             for mirror in mirrors:
                 mirror.rows, mirror.lease = 0, None
+            if whole is not None:
+                whole.rows, whole.lease = 0, None
             self.runtime.drain()
             raise
 
@@ -308,16 +326,15 @@ class _Run:
     def go(
         self,
         program: Program,
-        layers: Sequence[TensorLayer],
-        mirrors: Sequence[Mirror],
+        width: int,
         hidden: np.ndarray | None,
-        sources: Sequence[KvSource],
+        make_targets: Callable[[int], RowTargets],
         start_pos: int,
         ends: Ends,
     ) -> Answer:
         runtime, work, traffic = self._runtime, self._work, self._traffic
         stream, lend = work.compute, work.pinned.lend
-        shape = (program.rows, layers[0].shape.hidden)
+        shape = (program.rows, width)
         image = lend(program.image.nbytes)
         np.copyto(image, program.step(start_pos, ends.tokens))
         answer = logits = None
@@ -331,20 +348,20 @@ class _Run:
                 hidden = answer
             runtime.send(program.hidden, _there(hidden), stream)
             traffic.hidden_up += _there(hidden).nbytes
-        rows, targets = RowTargets(runtime, work, traffic), list[Target]()
+        targets: RowTargets | None = None
         for number, segment in enumerate(program.segments):
             slot = number % 2
             if number >= 2:  # the rows of the segment that was here before must be down
                 runtime.wait(work.rows_down[slot], stream)
             launch(segment, runtime, stream, self._ranges, ends.first)
-            if not number:  # while the device is at work
-                targets = rows.take(layers, mirrors, sources, program.rows)
+            if targets is None:  # while the device is at work
+                targets = make_targets(program.rows)
                 if ends.logits:
                     vocabulary = ends.edges.output.rows
                     logits = Carver(lend(float_bytes(ends.logits * vocabulary))).array((ends.logits, vocabulary))
             runtime.record(work.rows_ready[slot], stream)
             runtime.wait(work.rows_ready[slot], work.downloads)
-            rows.fetch(targets[segment.first : segment.last], segment.rows, work.downloads, program.rows)
+            targets.fetch(segment.first, segment.last, segment.rows, work.downloads, program.rows)
             runtime.record(work.rows_down[slot], work.downloads)
         for slot in range(min(2, len(program.segments))):
             runtime.wait(work.rows_down[slot], stream)
@@ -359,5 +376,6 @@ class _Run:
         runtime.synchronize(stream)
         traffic.synchronizations += 1
         traffic.runs += 1
-        new = [(target.k, target.v) for target in targets]
-        return Answer(answer if ends.hidden else None, new, logits)
+        assert targets is not None  # there is a segment
+        targets.done()
+        return Answer(answer if ends.hidden else None, targets.rows, logits)

@@ -81,6 +81,7 @@ class Whole:
     version: int = 0
     lease: Any = None
     fresh: bool = False
+    pitch: int = 0  # of `places`: see row_targets.py
     places: Any = None  # of the cache's rows when it was last found out whether a device can write there
     writable: bool = False
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from frink_numba.cuda.arena import Carver, float_bytes
-from frink_numba.cuda.body import KvSource
+from frink_numba.cuda.body import KvSource, Rows
 from frink_numba.cuda.runtime import Runtime
-from frink_numba.cuda.tensor.mirror import Mirror
+from frink_numba.cuda.tensor.mirror import Mirror, Whole
 from frink_numba.cuda.tensor.weights import TensorLayer
 from frink_numba.cuda.traffic import Traffic
 
@@ -30,16 +30,66 @@ class Target(NamedTuple):
     v_address: int
 
 
-class RowTargets:
-    """The targets of one run."""
+class RowTargets(Protocol):
+    """The targets of one run, for the layers of the run in their order."""
 
-    def __init__(self, runtime: Runtime, work: Workspace, traffic: Traffic) -> None:
+    rows: Sequence[Rows]
+
+    def fetch(self, first: int, last: int, address: int, stream: Any, room: int) -> None:
+        """Rows of layers first .. last-1 come down from `address` on, in the order of `stream`.
+
+        Each of K and V has room for `room` rows there.
+        """
+
+    def done(self) -> None:
+        """The run has succeeded: the mirrors' new rows are those that went to the targets."""
+
+
+class LayerTargets:
+    """Layer by layer: of runs over some of a model's layers, and over caches that do not know each other."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        work: Workspace,
+        traffic: Traffic,
+        layers: Sequence[TensorLayer],
+        mirrors: Sequence[Mirror],
+        sources: Sequence[KvSource],
+        n: int,
+    ) -> None:
+        """For `n` new rows of each layer. A mirror remembers what its cache has lent."""
         self._runtime, self._work, self._traffic = runtime, work, traffic
+        self._targets = self._take(layers, mirrors, sources, n)
+        self.rows: Sequence[Rows] = [(target.k, target.v) for target in self._targets]
 
-    def take(
+    def fetch(self, first: int, last: int, address: int, stream: Any, room: int) -> None:
+        """In one copy where the targets lie at equal distances in one block."""
+        targets = self._targets[first:last]
+        nbytes, block, n = targets[0].k.nbytes, targets[0].k.base, len(targets[0].k)
+        places = [place for target in targets for place in (target.k_address, target.v_address)]
+        alike = all(
+            target.k.nbytes == nbytes == target.v.nbytes and target.k.base is block and target.v.base is block
+            for target in targets
+        )
+        pitch, step = places[1] - places[0], nbytes // n * room
+        even = nbytes <= pitch < _MOST_PITCH
+        if alike and even and places == list(range(places[0], places[0] + pitch * len(places), pitch)):
+            self._traffic.kv_down += nbytes * len(places)
+            self._runtime.fetch_strided(targets[0].k, pitch, len(places), address, stream, step)
+            return
+        for target in targets:
+            for rows in (target.k, target.v):
+                self._traffic.kv_down += rows.nbytes
+                self._runtime.fetch(rows, address, stream)
+                address += rows.nbytes // n * room
+
+    def done(self) -> None:
+        """The mirrors have what their caches lent already."""
+
+    def _take(
         self, layers: Sequence[TensorLayer], mirrors: Sequence[Mirror], sources: Sequence[KvSource], n: int
     ) -> list[Target]:
-        """Where `n` new rows of each layer go. A mirror remembers what its cache has lent."""
         targets: list[Target | None] = []
         for mirror, source in zip(mirrors, sources, strict=True):
             lend = getattr(source.cache, "lend", None)
@@ -61,29 +111,6 @@ class RowTargets:
             out.append(target)
         return out
 
-    def fetch(self, targets: Sequence[Target], address: int, stream: Any, room: int) -> None:
-        """Rows come down from `address` on, where each of K and V has room for `room` rows, in the order of `stream`.
-
-        In one copy where the targets lie at equal distances in one block.
-        """
-        nbytes, block, n = targets[0].k.nbytes, targets[0].k.base, len(targets[0].k)
-        places = [place for target in targets for place in (target.k_address, target.v_address)]
-        alike = all(
-            target.k.nbytes == nbytes == target.v.nbytes and target.k.base is block and target.v.base is block
-            for target in targets
-        )
-        pitch, step = places[1] - places[0], nbytes // n * room
-        even = nbytes <= pitch < _MOST_PITCH
-        if alike and even and places == list(range(places[0], places[0] + pitch * len(places), pitch)):
-            self._traffic.kv_down += nbytes * len(places)
-            self._runtime.fetch_strided(targets[0].k, pitch, len(places), address, stream, step)
-            return
-        for target in targets:
-            for rows in (target.k, target.v):
-                self._traffic.kv_down += rows.nbytes
-                self._runtime.fetch(rows, address, stream)
-                address += rows.nbytes // n * room
-
     def _writable(self, mirror: Mirror, lease: Any) -> bool:
         """Whether the device can copy rows straight into a lease: float32 in page-locked memory."""
         owners = (lease.k.base, lease.v.base)
@@ -93,3 +120,56 @@ class RowTargets:
         fits = lease.k.dtype == np.float32 and pinned.owns(lease.k) and pinned.owns(lease.v)
         mirror.owners = owners if fits and all(owner is not None for owner in owners) else None
         return fits
+
+
+class WholeTargets:
+    """Of a run over all layers of a cache that lends room as a whole: nothing is done layer by layer."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        work: Workspace,
+        traffic: Traffic,
+        layers: Sequence[TensorLayer],
+        whole: Whole,
+        cache: Any,
+        n: int,
+    ) -> None:
+        self._runtime, self._traffic, self._whole, self._layers = runtime, traffic, whole, layers
+        self._lease = lease = cache.lend(n)
+        if whole.places is not lease.places:
+            whole.places = lease.places
+            whole.writable = cache.dtype == np.float32 and all(map(work.pinned.owns, lease.places.owners))
+            whole.pitch = _even_pitch(layers, lease.places)
+        self.rows: Sequence[Rows] = lease
+        if not whole.writable:
+            carver = Carver(work.pinned.lend(float_bytes(*(n * x.shape.kv_width for x in layers for _ in "kv"))))
+            shapes = [(n, x.shape.n_kv_heads, x.shape.head_dim) for x in layers]
+            self.rows = [(carver.array(shape), carver.array(shape)) for shape in shapes]
+
+    def fetch(self, first: int, last: int, address: int, stream: Any, room: int) -> None:
+        """In one copy where the rows of all layers lie at equal distances."""
+        whole = self._whole
+        if whole.writable and whole.pitch:
+            rows = self.rows[first][0]
+            count, n = 2 * (last - first), len(rows)
+            self._traffic.kv_down += rows.nbytes * count
+            self._runtime.fetch_strided(rows, whole.pitch, count, address, stream, rows.nbytes // n * room)
+            return
+        for number in range(first, last):
+            for rows in self.rows[number]:
+                self._traffic.kv_down += rows.nbytes
+                self._runtime.fetch(rows, address, stream)
+                address += rows.nbytes // len(rows) * room
+
+    def done(self) -> None:
+        self._whole.lease = self._lease if self._whole.writable else None
+
+
+def _even_pitch(layers: Sequence[TensorLayer], places: Any) -> int:
+    """Bytes from a layer's K to its V, and from there to the next layer's K, where that is one number; else 0."""
+    alike = len({layer.shape.kv_width for layer in layers}) == 1 == len(places.owners)
+    starts = np.stack([places.k, places.v], axis=1).ravel().astype(np.int64)
+    steps = np.diff(starts)
+    pitch = int(steps[0])
+    return pitch if alike and 0 < pitch < _MOST_PITCH and (steps == pitch).all() else 0
