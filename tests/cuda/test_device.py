@@ -132,6 +132,22 @@ def test_device_names(monkeypatch: pytest.MonkeyPatch):
             create([], device=wrong)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_context_is_made_beside_what_follows(fails: bool, monkeypatch: pytest.MonkeyPatch):
+    """In a thread that ends by itself; a failure is the first step's to say."""
+    device = fake_device()
+    if fails:
+        device.runtime.broken = ILLEGAL_ADDRESS
+    monkeypatch.setattr("frink_numba.cuda.backend.open_device", lambda number: device)
+    create([])
+    for thread in threading.enumerate():
+        if thread.name == "frink-context":
+            assert not thread.daemon
+            thread.join()
+    assert (device._workspace is None) is fails
+    assert device.problem is None
+
+
 def test_probing_here_neither_crashes_nor_imports_numba():
     """On this machine, whatever it has: an answer or one line, and without a driver no numba."""
     code = (
