@@ -206,6 +206,13 @@ class Bench:
         return samples
 
 
+def _write(path: Path, rows: list[Row], bench: Bench) -> None:
+    command = " ".join(["python", "-m", "benchmarks.bench_attention", *sys.argv[1:]])
+    document = receipt("attention", command, rows, machine=bench.machine, driver=query_driver().version)
+    document["versions"]["torch"] = bench.torch.__version__
+    write_receipt(path, document)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", default=DEFAULT)
@@ -222,7 +229,7 @@ def main() -> int:
         medians = {name: float(np.median(values)) for name, values in samples.items()}
         rates = [case.operations / s / 1e12 for s in samples["ours"]]
         line = f"{case.label:60} {medians['ours'] * 1e6:9.1f} us {float(np.median(rates)):6.1f} TFLOP/s"
-        baselines = [name for name in samples if name != "ours"]
+        baselines: list[str | None] = [name for name in samples if name != "ours"]
         for name in baselines or [None]:
             more: dict[str, Any] = {}
             if name is not None:
@@ -233,13 +240,8 @@ def main() -> int:
         microseconds = [1e6 * s for s in samples["ours"]]
         rows.append(Row.from_samples(case.label, "us", microseconds, "cuda", tier=arguments.tier))
         print(line, flush=True)
-    if arguments.receipt:
-        import torch
-
-        command = " ".join(["python", "benchmarks/bench_attention.py", *sys.argv[1:]])
-        document = receipt("attention", command, rows, machine=bench.machine, driver=query_driver().version)
-        document["versions"]["torch"] = torch.__version__
-        write_receipt(arguments.receipt, document)
+        if arguments.receipt:  # after each case: a run that is cut short leaves what it measured
+            _write(arguments.receipt, rows, bench)
     return 0
 
 
