@@ -139,12 +139,13 @@ def test_the_context_is_made_beside_what_follows(fails: bool, monkeypatch: pytes
     if fails:
         device.runtime.broken = ILLEGAL_ADDRESS
     monkeypatch.setattr("frink_numba.cuda.backend.open_device", lambda number: device)
-    create([])
+    made = create([])  # else it is closed at once
     for thread in threading.enumerate():
         if thread.name == "frink-context":
             assert not thread.daemon
             thread.join()
     assert (device._workspace is None) is fails
+    made.close()
     assert device.problem is None
 
 
