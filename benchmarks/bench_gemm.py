@@ -4,21 +4,23 @@
     python benchmarks/bench_gemm.py Q4_K:8b:512,2048 --check
     python benchmarks/bench_gemm.py Q4_K:8b:512,2048 --tiles 12      every cut that the plan weighs, the 12 likeliest
 
-Random data. Launches rotate over copies of weights, activations and results that together exceed the L2 cache several
-times, and are captured in one CUDA graph per contender, so that neither Python nor launch gaps count; graphs of both
-take turns, each replay is timed with events, and the medians are compared. Operands in f16 are given to both: the time
-of the conversion of float32 rows is measured as a row of its own.
+Products of up to 16 rows are the thin ones, as in a model's step (kernels/thin_gemm.py). Random data. Launches rotate
+over copies of weights, activations and results that together exceed the L2 cache several times, and are captured in one
+CUDA graph per contender, so that neither Python nor launch gaps count; graphs of both take turns, each replay is timed
+with events, and the medians are compared. Operands in f16 are given to both. Kernels are compiled ahead, in parallel.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import math
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +28,17 @@ from typing import Any
 import numpy as np
 
 from frink_numba.driver import query_driver
-from frink_numba.kernels.gemm import DeviceWeights, Gemms, HalfRows
+from frink_numba.kernels.cubins import Source, Target, load
+from frink_numba.kernels.gemm import DeviceWeights, Gemms, HalfRows, source_of
+from frink_numba.kernels.gemm_epilogue import Epilogue
 from frink_numba.kernels.gemm_kinds import fragment_kind
 from frink_numba.kernels.gemm_mma import MmaGemm
 from frink_numba.kernels.gemm_pack import PackedMatrix, pack
-from frink_numba.kernels.gemm_plan import TILES, Plan, layouts
+from frink_numba.kernels.gemm_plan import TILES, Plan, layouts, make_plan, mma_tokens
+from frink_numba.kernels.gemm_variant import WgmmaGemm
+from frink_numba.kernels.thin_gemm import ThinGemms, ThinProduct, variant_of
+from frink_numba.kernels.thin_gemm import source_of as thin_source_of
+from frink_numba.kernels.thin_gemm_plan import MOST_ROWS, ThinDevice, thin_plan
 from frink_numba.quant import KINDS, QuantMatrix
 from frink_numba.receipt import Row, receipt, write_receipt
 
@@ -42,13 +50,11 @@ SHAPES = {
     "smollm2": {"qkv": (960, 576), "o": (576, 576), "gate+up": (3072, 576), "down": (576, 1536)},
 }
 DEFAULT = [
-    "F16,Q4_0,Q4_1,Q4_K,Q5_K,Q6_K,Q8_0:3b,8b,70b:512,2048",
-    "F16,Q4_K:8b:8192",
-    "Q4_0,Q4_K,Q6_K,Q8_0:8b:16,64",
+    "F16,Q4_0,Q4_1,Q4_K,Q5_K,Q6_K,Q8_0:3b,8b,70b:16,64,512,2048,8192",
     "Q4_1:smollm2:512,2048",
 ]
 ROTATED_BYTES = 192 << 20  # three times the L2 cache of an H200
-_BASE_ROWS = 512  # rows that are really quantized; more rows repeat them
+_BASE_ROWS = 128  # rows that are really quantized; more rows repeat them
 
 # Byte offsets of the f16 scale fields of a block, where they are not at 0 alone.
 _SCALE_FIELDS = {"Q6_K": (208,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
@@ -89,12 +95,18 @@ class Bench:
         properties = torch.cuda.get_device_properties(0)
         self.machine = properties.name
         torch.zeros(1, device="cuda")
-        self.gemms = Gemms(tier, (properties.major, properties.minor), properties.multi_processor_count)
-        self.workspace = torch.zeros(8192 + 256 * 2 * 64 * 256 * 4, dtype=torch.uint8, device="cuda")
+        capability = (properties.major, properties.minor)
+        self.target = Target("90a" if capability == (9, 0) and tier == "wgmma" else f"{capability[0]}{capability[1]}")
+        self.gemms = Gemms(tier, capability, properties.multi_processor_count)
+        self.thins = ThinGemms(capability, properties.multi_processor_count)
+        # Of the tile products and of the thin ones: each kind leaves its own counters at zero.
+        self.workspace, self.thin_workspace = (
+            torch.zeros(size, dtype=torch.uint8, device="cuda") for size in (80 << 20, 32 << 20)
+        )
         self._weights: dict[tuple[str, int], tuple[PackedMatrix, Any]] = {}
 
     def _base(self, kind: str, k: int) -> tuple[PackedMatrix, Any]:
-        """(pack of 512 rows, the same rows dequantized as float64 on the device)."""
+        """(pack of a few rows, the same rows dequantized as float64 on the device)."""
         import gguf
 
         if (kind, k) not in self._weights:
@@ -136,12 +148,21 @@ class Bench:
             weights = DeviceWeights(
                 base.kind.name, case.n, case.k, False, base.norm_bounds, data[i].data_ptr(), row_scale.data_ptr()
             )
+            rows = HalfRows(half[i].data_ptr(), scale[i].data_ptr(), norm[i].data_ptr())
+            self.gemms.half_rows(x[i].data_ptr(), case.m, case.k, rows)(stream)
+            scales = out_scale[i].data_ptr() if self.half else 0
+            if self._thin(case, forced):
+                thin = plan = self.thins.product(weights, case.m, half=self.half)
+                room = self.thin_workspace
+                if thin.workspace > room.numel():
+                    raise RuntimeError(f"the workspace needs {thin.workspace} bytes")
+                target, row = out[i].data_ptr(), pitch * out.element_size()
+                launches.append(thin.bind(weights, rows, target, row, workspace=room.data_ptr(), out_scale=scales))
+                continue
             product = self.gemms.product(
                 weights, case.m, half=self.half, tokens=self.tokens, cluster=self.cluster, plan=forced
             )
             plan = product
-            rows = HalfRows(half[i].data_ptr(), scale[i].data_ptr(), norm[i].data_ptr())
-            self.gemms.half_rows(x[i].data_ptr(), case.m, case.k, rows)(stream)
             made = product.maps(rows, out[i].data_ptr(), pitch * out.element_size())
             if made:
                 maps[i].copy_(torch.frombuffer(bytearray(made), dtype=torch.uint8))
@@ -155,7 +176,7 @@ class Bench:
                     pitch * out.element_size(),
                     maps=maps[i].data_ptr(),
                     workspace=self.workspace.data_ptr(),
-                    out_scale=out_scale[i].data_ptr() if self.half else 0,
+                    out_scale=scales,
                 )
             )
         for launch in launches:
@@ -181,6 +202,9 @@ class Bench:
             other = self._capture(multiply)
         ours, theirs = self._time(graph, other, copies)
         return ours, theirs, plan
+
+    def _thin(self, case: Case, forced: Plan | None) -> bool:
+        return case.m <= MOST_ROWS and forced is None and self.tokens is None
 
     def _check(self, case: Case, x: Any, out: Any, out_scale: Any, values: Any, copies: int) -> None:
         torch = self.torch
@@ -225,6 +249,8 @@ def median(values: list[float]) -> float:
 
 def describe(product: Any) -> str:
     """The tile and the spread of a product."""
+    if isinstance(product, ThinProduct):
+        return f"thin R={product.plan.row_groups} blocks={product.plan.blocks}"
     variant = product.variant
     if isinstance(variant, MmaGemm):
         return f"T={variant.tokens}"
@@ -260,6 +286,38 @@ def time_tiles(bench: Bench, case: Case, most: int) -> str:
     work = 2e-6 * case.m * case.n * case.k
     cuts = " ".join(f"{name}:{us:.1f}({baseline / us:.2f})" for us, name in sorted(timed))
     return f"{case.label} torch {baseline:.1f}us {work / baseline:.0f} | {cuts}"
+
+
+def sources(bench: Bench, wanted: Sequence[Case]) -> list[Source]:
+    """The kernels that the cases need with the plans' own tiles."""
+    found: dict[str, Source] = {}
+    multiprocessors = bench.gemms.multiprocessors
+    for case in wanted:
+        row, epilogue = fragment_kind(case.kind), Epilogue("", bench.half)
+        assert row is not None
+        if case.m <= MOST_ROWS:
+            thin = thin_plan(row.name, case.m, case.n, case.k, ThinDevice((9, 0), multiprocessors))
+            source = thin_source_of(variant_of(thin, row.name, case.k, epilogue, False, True))
+        elif bench.gemms.tier == "mma":
+            tokens = mma_tokens(case.m, case.n, multiprocessors)
+            source = source_of(MmaGemm(row.name, tokens, epilogue, bench.gemms._memory), overlap=True)
+        else:
+            plan = make_plan(case.m, case.n, case.k, row, multiprocessors)
+            source = source_of(WgmmaGemm(row.name, plan.tokens, epilogue, plan.cluster, plan.groups), overlap=True)
+        found[source.name] = source
+    return list(found.values())
+
+
+def compile_all(wanted: Sequence[Source], target: Target) -> None:
+    """Kernels into the folder of compiled ones, a process for each processor."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(min(len(wanted), os.cpu_count() or 1) or 1) as pool:
+        for _ in pool.imap_unordered(functools.partial(_compile, target), wanted):
+            pass
+
+
+def _compile(target: Target, source: Source) -> None:
+    load(source, target)
 
 
 def cases(text: str) -> Iterator[Case]:
@@ -340,10 +398,19 @@ def main() -> int:
         for case in (case for text in arguments.cases for case in cases(text)):
             print(time_tiles(bench, case, arguments.tiles), flush=True)
         return 0
+    wanted = [case for text in arguments.cases for case in cases(text)]
+    if arguments.tokens is None and arguments.cluster is None:
+        compile_all(sources(bench, wanted), bench.target)
+    failed = 0
     rows: list[Row] = []
     ratios: dict[tuple[str, int], list[float]] = {}
-    for case in (case for text in arguments.cases for case in cases(text)):
-        ours, theirs, product = bench.measure(case, check=arguments.check, baseline=not arguments.no_baseline)
+    for case in wanted:
+        try:
+            ours, theirs, product = bench.measure(case, check=arguments.check, baseline=not arguments.no_baseline)
+        except RuntimeError as error:  # a wrong result or too little memory: the other cases still count
+            print(f"FAILED {case.label}: {error}", flush=True)
+            failed += 1
+            continue
         work = 2e-12 * case.m * case.n * case.k
         stored = case.n * case.k * KINDS[case.kind].block_bytes / KINDS[case.kind].block
         more: dict[str, Any] = {}
@@ -374,7 +441,7 @@ def main() -> int:
         document = receipt("gemm", command, rows, machine=bench.machine, driver=query_driver().version)
         document["versions"]["torch"] = torch.__version__
         write_receipt(arguments.receipt, document)
-    return 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -58,6 +58,12 @@ class PtxMachine:
     def permute_by(self, a: Register, b: Register, selector: Register) -> Any:
         return self._op("prmt.b32 $0, $1, $2, $3;", a, b, selector)
 
+    def low(self, word: Register) -> Any:
+        return self._op("{\n.reg .b16 l, h;\nmov.b32 {l, h}, $1;\nmov.b32 $0, {l, l};\n}", word)
+
+    def high(self, word: Register) -> Any:
+        return self._op("{\n.reg .b16 l, h;\nmov.b32 {l, h}, $1;\nmov.b32 $0, {h, h};\n}", word)
+
     def funnel(self, low: Register, high: Register, shift: int) -> Any:
         return self._op(f"shf.r.wrap.b32 $0, $1, $2, {shift};", low, high)
 
@@ -219,6 +225,87 @@ def multiply_step(tokens: int) -> Any:
 
 
 @functools.cache
+def first_block(tokens: int) -> Any:
+    """acc += A B for the first 16 columns of a step: begin(acc, fragments, address of the tokens' tile)."""
+    count = tokens // 2
+
+    @emitted(f"f32x{count}", f"f32x{count}", "u32x16", "u32")
+    def op(e: Emitter, acc: list[Register], fragments: list[Register], tile: Register) -> list[Register]:
+        *pinned, b = e.asm("", "u32x17", [], tied=[*fragments, _descriptor(tile)])
+        e.asm("wgmma.fence.sync.aligned;", None, [])
+        acc = _multiply(e, acc, tokens, 0, pinned[:4], b)
+        e.asm("wgmma.commit_group.sync.aligned;", None, [])
+        return acc
+
+    return op
+
+
+@functools.cache
+def other_blocks(name: str, tokens: int, cluster: int) -> tuple[Any, ...]:
+    """For each step of a record: the rest of a step's products, and the next step's conversion between them.
+
+    op(acc, fragments, address of the tokens' tile, old, codes, header, never, address, done, lane) -> (acc, the next
+    step's fragments). A warp that issues a product waits until the one before has been taken, so that what stands
+    between two products costs nothing while the first of them runs. `old` are the fragments of the step before, which
+    are waited for, with `done` released after that; codes and header are the next step's.
+    """
+    kind, count = FRAGMENT_KINDS[name], tokens // 2
+
+    def make(step: int) -> Any:
+        @emitted(
+            (f"f32x{count}", "u32x16"), f"f32x{count}", "u32x16", "u32", "u32x16", f"u32x{kind.loaded_words}",
+            f"u32x{header_words(name)}", "u32", "u32", "u32", "u32",
+        )  # fmt: skip
+        def op(
+            e: Emitter,
+            acc: list[Register],
+            fragments: list[Register],
+            tile: Register,
+            old: list[Register],
+            loaded: list[Register],
+            header: list[Register],
+            never: Register,
+            address: Register,
+            done: Register,
+            lane: Register,
+        ) -> Any:
+            zero, b, out = e.constant("u32", 0), _descriptor(tile), []
+            converted = kind.blocks(Converter(e, loaded), zero, zero, zero, step, header)
+
+            def convert() -> None:
+                at = len(out)
+                e.asm(_KEEP, None, [*old[at : at + 4], never, address])
+                out.extend(e.asm("", "u32x4", [], tied=next(converted)))
+
+            for block in range(1, 4):
+                e.asm("wgmma.fence.sync.aligned;", None, [])
+                acc = _multiply(e, acc, tokens, block, fragments[4 * block : 4 * block + 4], b)
+                e.asm("wgmma.commit_group.sync.aligned;", None, [])
+                if block == 1:
+                    e.asm("wgmma.wait_group.sync.aligned 1;", None, [])
+                    convert()
+                    release(e, cluster, done, lane)
+                convert()
+            return acc, out
+
+        return op
+
+    return tuple(make(step) for step in range(4))
+
+
+def release(e: Emitter, cluster: int, address: Register, lane: Register) -> None:
+    """The warp is done with a stage; lane i tells block i of the cluster."""
+    # Without a scope of its own: `.release.cluster` would put a memory fence here, slower than the step itself. What
+    # is released was only read, and its reads are complete.
+    space = "cluster" if cluster > 1 else "cta"
+    e.asm(
+        f"{{\n.reg .pred p;\nsetp.lt.u32 p, $1, {cluster};\n@p mbarrier.arrive.shared::{space}.b64 _, [$0];\n}}",
+        None,
+        [address, lane],
+    )
+
+
+@functools.cache
 def multiply_shared(tokens: int) -> Any:
     """The same with A in shared memory: multiply(acc, address of the slab's 64 x 64 tile, address of the tokens')."""
     count = tokens // 2
@@ -248,6 +335,10 @@ def wait_multiplied(tokens: int) -> Any:
         return e.asm("wgmma.wait_group.sync.aligned 0;", f"f32x{count}", [], tied=acc)
 
     return op
+
+
+# Use four fragments: see `keep`.
+_KEEP = "{\n.reg .pred p;\nsetp.ne.u32 p, $4, 0;\n@p st.shared.v4.b32 [$5], {$0,$1,$2,$3};\n}"
 
 
 @emitted(None, "u32x16", "u32", "u32")

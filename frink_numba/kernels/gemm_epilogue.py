@@ -12,14 +12,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-CHUNK = 32  # the most tokens staged at a time
+CHUNK = 8192  # the most bytes that a warp group stages at a time, where the tile's tokens have a divisor for it
+_LARGEST_CHUNK = 14336  # rather than chunks of 16 tokens or fewer
 
 GATES = ("", "swiglu", "geglu", "geglu_erf")  # see gates.py
 
 
-def chunk_tokens(tokens: int) -> int:
-    """Tokens of a tile that are staged at a time: a power of two that divides the tile's."""
-    return min(CHUNK, tokens & -tokens)
+def chunk_tokens(tokens: int, token_bytes: int) -> int:
+    """Tokens of a tile that are staged at a time: a multiple of 8 that divides the tile's; `token_bytes` of each."""
+    sizes = [size for size in range(8, tokens + 1, 8) if tokens % size == 0]
+    most = CHUNK if tokens <= 192 else CHUNK // 2  # the widest tiles need the room for their stages
+    fits = max((size for size in sizes if size * token_bytes <= most), default=8)
+    larger = [size for size in sizes if fits < size and size * token_bytes <= _LARGEST_CHUNK]
+    return larger[0] if fits <= 16 and larger else fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,10 @@ class Epilogue:
         return self.box_columns * self.item
 
     def chunk_tokens(self, tokens: int) -> int:
-        return chunk_tokens(tokens)
+        return chunk_tokens(tokens, self.columns * self.item)
+
+    def chunks(self, tokens: int) -> int:
+        return tokens // self.chunk_tokens(tokens)
 
     def scale_size(self, tokens: int) -> int:
         """Bytes of the tokens' scales in shared memory, of one warp group."""
@@ -57,7 +65,7 @@ class Epilogue:
 
     def buffer_size(self, tokens: int) -> int:
         """Bytes of one staging buffer of one warp group, a multiple of 1024."""
-        return max(1024, self.chunk_tokens(tokens) * self.columns * self.item)
+        return -(-self.chunk_tokens(tokens) * self.columns * self.item // 1024) * 1024
 
 
 PLAIN = Epilogue()

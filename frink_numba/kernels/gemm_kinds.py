@@ -17,14 +17,15 @@ with a power of two per row that puts the row's largest D just under 2**15 (`gem
 it.
 
 The functions below are written against a *machine* `m`: loads from shared memory (`load_matrix`: the four registers of
-one block of a tile of f16), `permute`, `fma2`, `mul2`, `sub2`, and the operators & | << >> on its registers. The
-compiler's machine emits PTX (`gemm_emit.py`); the tests' machine computes with NumPy, so that the very code that runs
-on the GPU is held against the `gguf` package without one.
+one block of a tile of f16), `permute`, `low` and `high` (a half of a register twice: the compiler makes it part of the
+instruction that uses it), `fma2`, `mul2`, `sub2`, and the operators & | << >> on its registers. The compiler's machine
+emits PTX (`gemm_emit.py`); the tests' machine computes with NumPy, so that the very code that runs on the GPU is held
+against the `gguf` package without one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,7 @@ THREADS = 128  # threads that share a slab
 
 # Scale and offset of one block of 16 columns: (D, C) of row g and (D, C) of row g + 8, each twice in an f16x2 register.
 BlockScale = tuple[Any, Any, Any, Any]
+Blocks = Iterator[list[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +45,10 @@ class FragmentKind:
 
     Bytes of a slab's record for 256 columns: `header_bytes` * 64, then four steps of `step_bytes`. A step holds
     `scale_bytes` a row, then `planes`: vectors of so many bytes for each of the 128 threads.
-    `header(m, base, row)` loads what four steps share; `scales(m, base, row, step, header)` gives a BlockScale for each
-    of the step's four blocks; `codes(m, base, thread)` gives the 16 code registers. Both are None in `half`, whose
-    step is the operand itself: 64 rows of 128 bytes, the 16-byte piece c of row r at c ^ (r & 7), as `wgmma` and
-    `ldmatrix` read it.
+    `header(m, base, row)` loads what four steps share. Block by block, so that their arithmetic can be spread between
+    multiplications: `scales(m, base, row, step, header)` gives a BlockScale for each of the step's four blocks,
+    `codes(m, base, thread)` the four code registers of each. Both are None in `half`, whose step is the operand
+    itself: 64 rows of 128 bytes, the 16-byte piece c of row r at c ^ (r & 7), as `wgmma` and `ldmatrix` read it.
     """
 
     name: str
@@ -56,9 +58,9 @@ class FragmentKind:
     planes: tuple[int, ...]
     lo: int  # mantissa bit of the codes of row g + 8
     operations: int  # that turn a step's codes into a thread's operands, on average over a record: for the plan
-    codes: Callable[[Any, Any, Any], Sequence[Any]]
+    codes: Callable[[Any, Any, Any], Blocks]
     header: Callable[[Any, Any, Any], Sequence[Any]] | None = None
-    scales: Callable[..., Sequence[BlockScale]] | None = None
+    scales: Callable[..., Iterator[BlockScale]] | None = None
 
     @property
     def header_size(self) -> int:
@@ -85,20 +87,21 @@ class FragmentKind:
     def plane_offset(self, i: int) -> int:
         return self.scale_bytes * SLAB + sum(self.planes[:i]) * THREADS
 
-    def fragments(self, m: Any, base: Any, thread: Any, row: Any, step: int, header: Sequence[Any]) -> list[Any]:
-        """The 16 operand registers of `thread` for one step whose data start at `base`; `row` is its row g in the slab.
+    def blocks(self, m: Any, base: Any, thread: Any, row: Any, step: int, header: Sequence[Any]) -> Blocks:
+        """The four operand registers of `thread` for each block of one step whose data start at `base`.
 
-        `step` counts within the record (0..3); `header` is what `self.header` gave for it.
+        `row` is its row g in the slab. `step` counts within the record (0..3); `header` is what `self.header` gave.
         """
         codes = self.codes(m, base, thread)
         if self.scales is None:
-            return list(codes)
-        out = []
-        for block, (d_a, c_a, d_b, c_b) in enumerate(self.scales(m, base, row, step, header)):
-            for i in range(4):
-                d, c = (d_b, c_b) if i & 1 else (d_a, c_a)
-                out.append(m.fma2(codes[4 * block + i], d, c))
-        return out
+            yield from codes
+            return
+        for block, (d_a, c_a, d_b, c_b) in zip(codes, self.scales(m, base, row, step, header), strict=True):
+            yield [m.fma2(code, *((d_b, c_b) if i & 1 else (d_a, c_a))) for i, code in enumerate(block)]
+
+    def fragments(self, m: Any, base: Any, thread: Any, row: Any, step: int, header: Sequence[Any]) -> list[Any]:
+        """The 16 operand registers of one step: those of `blocks`, one after another."""
+        return [register for block in self.blocks(m, base, thread, row, step, header) for register in block]
 
 
 def half_bits(value: float) -> int:
@@ -124,10 +127,10 @@ def _nibbles(word: Any) -> list[Any]:
     return [word & 0x000F000F, word & 0x00F000F0, high & 0x000F000F, high & 0x00F000F0]
 
 
-def _codes4(scale_bytes: int) -> Callable[[Any, Any, Any], list[Any]]:
-    def codes(m: Any, base: Any, thread: Any) -> list[Any]:
-        words = m.load128(_plane_address((16,), scale_bytes, 0, base, thread))
-        return [code for word in words for code in _nibbles(word)]
+def _codes4(scale_bytes: int) -> Callable[[Any, Any, Any], Blocks]:
+    def codes(m: Any, base: Any, thread: Any) -> Blocks:
+        for word in m.load128(_plane_address((16,), scale_bytes, 0, base, thread)):
+            yield _nibbles(word)
 
     return codes
 
@@ -147,69 +150,70 @@ def _shift(word: Any, left: int) -> Any:
     return word << left if left > 0 else word >> -left
 
 
-def _codes5(scale_bytes: int) -> Callable[[Any, Any, Any], list[Any]]:
-    def codes(m: Any, base: Any, thread: Any) -> list[Any]:
+def _codes5(scale_bytes: int) -> Callable[[Any, Any, Any], Blocks]:
+    def codes(m: Any, base: Any, thread: Any) -> Blocks:
         words = m.load128(_plane_address((16, 4), scale_bytes, 0, base, thread))
         fifth = m.load32(_plane_address((16, 4), scale_bytes, 1, base, thread))
-        low = [code for word in words for code in _nibbles(word)]
-        out = []
-        for pair, (_, left) in enumerate(FIFTH_BIT):
-            bits = _shift(fifth, left)
-            out += [low[2 * pair] | (bits & 0x00100010), low[2 * pair + 1] | (bits & 0x01000100)]
-        return out
+        for block, word in enumerate(words):
+            low, out = _nibbles(word), []
+            for pair in range(2):
+                bits = _shift(fifth, FIFTH_BIT[2 * block + pair][1])
+                out += [low[2 * pair] | (bits & 0x00100010), low[2 * pair + 1] | (bits & 0x01000100)]
+            yield out
 
     return codes
 
 
-def _codes6(scale_bytes: int) -> Callable[[Any, Any, Any], list[Any]]:
-    def codes(m: Any, base: Any, thread: Any) -> list[Any]:
+def _codes6(scale_bytes: int) -> Callable[[Any, Any, Any], Blocks]:
+    def codes(m: Any, base: Any, thread: Any) -> Blocks:
         words = m.load128(_plane_address((16, 8), scale_bytes, 0, base, thread))
         high = m.load64(_plane_address((16, 8), scale_bytes, 1, base, thread))
-        low = [code for word in words for code in _nibbles(word)]
-        out = []
-        for pair in range(8):
-            bits = _shift(high[pair // 4], HIGH_BITS[pair % 4][1])
-            out += [low[2 * pair] | (bits & 0x00300030), low[2 * pair + 1] | (bits & 0x03000300)]
-        return out
+        for block, word in enumerate(words):
+            low, out = _nibbles(word), []
+            for pair in range(2):
+                bits = _shift(high[block // 2], HIGH_BITS[2 * (block & 1) + pair][1])
+                out += [low[2 * pair] | (bits & 0x00300030), low[2 * pair + 1] | (bits & 0x03000300)]
+            yield out
 
     return codes
 
 
-def _codes8(scale_bytes: int) -> Callable[[Any, Any, Any], list[Any]]:
+def _codes8(scale_bytes: int) -> Callable[[Any, Any, Any], Blocks]:
     """Bytes b0..b3 of word w are (low, high) of register 2w in b0, b2 and of register 2w+1 in b1, b3."""
 
-    def codes(m: Any, base: Any, thread: Any) -> list[Any]:
+    def codes(m: Any, base: Any, thread: Any) -> Blocks:
         words = [w for i in range(2) for w in m.load128(_plane_address((16, 16), scale_bytes, i, base, thread))]
-        return [m.permute(w, m.u32(0), selector) for w in words for selector in (0x4240, 0x4341)]
+        for block in range(4):
+            pair = words[2 * block : 2 * block + 2]
+            yield [m.permute(w, m.u32(0), selector) for w in pair for selector in (0x4240, 0x4341)]
 
     return codes
 
 
-def _two_bits(words: Sequence[Any]) -> list[Any]:
-    out = []
+def _two_bits(words: Sequence[Any]) -> Blocks:
     for word in words:
-        for i in range(4):
-            bits = _shift(word, -4 * i)
-            out += [bits & 0x00030003, bits & 0x000C000C]
-    return out
+        for half in range(2):
+            pairs = [_shift(word, -4 * i) for i in (2 * half, 2 * half + 1)]
+            yield [bits & mask for bits in pairs for mask in (0x00030003, 0x000C000C)]
 
 
-def _codes2(scale_bytes: int) -> Callable[[Any, Any, Any], list[Any]]:
-    def codes(m: Any, base: Any, thread: Any) -> list[Any]:
+def _codes2(scale_bytes: int) -> Callable[[Any, Any, Any], Blocks]:
+    def codes(m: Any, base: Any, thread: Any) -> Blocks:
         return _two_bits(m.load64(_plane_address((8,), scale_bytes, 0, base, thread)))
 
     return codes
 
 
-def _codes3(scale_bytes: int) -> Callable[[Any, Any, Any], list[Any]]:
-    def codes(m: Any, base: Any, thread: Any) -> list[Any]:
-        low = _two_bits(m.load64(_plane_address((8, 4), scale_bytes, 0, base, thread)))
+def _codes3(scale_bytes: int) -> Callable[[Any, Any, Any], Blocks]:
+    def codes(m: Any, base: Any, thread: Any) -> Blocks:
+        words = m.load64(_plane_address((8, 4), scale_bytes, 0, base, thread))
         third = m.load32(_plane_address((8, 4), scale_bytes, 1, base, thread))
-        out = []
-        for pair, (_, left) in enumerate(THIRD_BIT):
-            bits = _shift(third, left)
-            out += [low[2 * pair] | (bits & 0x00040004), low[2 * pair + 1] | (bits & 0x00100010)]
-        return out
+        for block, low in enumerate(_two_bits(words)):
+            out = []
+            for pair in range(2):
+                bits = _shift(third, THIRD_BIT[2 * block + pair][1])
+                out += [low[2 * pair] | (bits & 0x00040004), low[2 * pair + 1] | (bits & 0x00100010)]
+            yield out
 
     return codes
 
@@ -219,68 +223,78 @@ IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 8
 _IQ4_WORDS = tuple(sum((IQ4_VALUES[4 * w + i] + 128) << (8 * i) for i in range(4)) for w in range(4))
 
 
-def _codes_iq4(scale_bytes: int) -> Callable[[Any, Any, Any], list[Any]]:
+def _codes_iq4(scale_bytes: int) -> Callable[[Any, Any, Any], Blocks]:
     """A permute looks four nibbles up in eight bytes: one for codes 0-7, one for 8-15, a third chooses by bit 3.
 
     Nibble order in a word, low to high: (low, high) of register 0, of 1, of 2, of 3.
     """
 
-    def codes(m: Any, base: Any, thread: Any) -> list[Any]:
+    def codes(m: Any, base: Any, thread: Any) -> Blocks:
         table = [m.u32(w) for w in _IQ4_WORDS]
-        out = []
         for word in m.load128(_plane_address((16,), scale_bytes, 0, base, thread)):
             index = word & 0x77777777
             upper = ((word & 0x88888888) >> 1) | 0x32103210
+            out = []
             for shift in (0, 16):
                 small = m.permute_by(table[0], table[1], _shift(index, -shift))
                 large = m.permute_by(table[2], table[3], _shift(index, -shift))
                 value = m.permute_by(small, large, _shift(upper, -shift))
                 out += [m.permute(value, m.u32(0), 0x4140), m.permute(value, m.u32(0), 0x4342)]
-        return out
+            yield out
 
     return codes
 
 
-def _half_codes(m: Any, base: Any, thread: Any) -> list[Any]:
-    return [word for block in range(4) for word in m.load_matrix(base, thread, block)]
+def _half_codes(m: Any, base: Any, thread: Any) -> Blocks:
+    for block in range(4):
+        yield m.load_matrix(base, thread, block)
 
 
 # ---- scales ------------------------------------------------------------------------------------------------------
 
-_LOW, _HIGH = 0x1010, 0x3232  # permutations that double the low or the high half of a word
+# Two blocks are computed at a time, one in each half of a register.
 
 
-def _symmetric32(offset: int, lo: int) -> Callable[..., list[BlockScale]]:
-    """Blocks of 32 with D alone: two f16 a row and step; C = -offset * d."""
+def _spread(m: Any, words: Sequence[Any], times: int = 1) -> Iterator[BlockScale]:
+    """(D, C, D, C) whose low halves belong to one block, the high ones to another: each `times` in a row."""
+    for half in (m.low, m.high):
+        d_a, c_a, d_b, c_b = (half(word) for word in words)
+        yield from [(d_a, c_a, d_b, c_b)] * times
 
-    def scales(m: Any, base: Any, row: Any, step: int, header: Sequence[Any]) -> list[BlockScale]:
-        sides = []
-        for side in range(2):
-            word = m.load32(base + (row + 8 * side) * 4)
-            factor = m.u32(half_bits(-offset * 2.0 ** ((lo if side else 0) - 24)))
-            d = [m.permute(word, word, which) for which in (_LOW, _HIGH)]
-            sides.append([(x, m.mul2(x, factor)) for x in d])
-        return [(*sides[0][block // 2], *sides[1][block // 2]) for block in range(4)]
+
+def _with_offsets(m: Any, d: Sequence[Any], offset: int, lo: int) -> list[Any]:
+    """(D, C, D, C) of rows g and g + 8 from their D: C = -offset * d."""
+    factors = [m.u32(half_bits(-offset * 2.0 ** (bit - 24))) for bit in (0, lo)]
+    return [x for own, factor in zip(d, factors, strict=True) for x in (own, m.mul2(own, factor))]
+
+
+def _symmetric32(offset: int, lo: int) -> Callable[..., Iterator[BlockScale]]:
+    """Blocks of 32 with D alone: two f16 a row and step."""
+
+    def scales(m: Any, base: Any, row: Any, step: int, header: Sequence[Any]) -> Iterator[BlockScale]:
+        words = [m.load32(base + (row + 8 * side) * 4) for side in range(2)]
+        return _spread(m, _with_offsets(m, words, offset, lo), 2)
 
     return scales
 
 
-def _affine32(m: Any, base: Any, row: Any, step: int, header: Sequence[Any]) -> list[BlockScale]:
+def _affine32(m: Any, base: Any, row: Any, step: int, header: Sequence[Any]) -> Iterator[BlockScale]:
     """Blocks of 32 with D and C: four f16 a row and step (D, D, C, C)."""
-    sides = []
-    for side in range(2):
-        d, c = m.load64(base + (row + 8 * side) * 8)
-        sides.append([(m.permute(d, d, which), m.permute(c, c, which)) for which in (_LOW, _HIGH)])
-    return [(*sides[0][block // 2], *sides[1][block // 2]) for block in range(4)]
+    return _spread(m, [word for side in range(2) for word in m.load64(base + (row + 8 * side) * 8)], 2)
 
 
-def _field(m: Any, word: Any, bit: int, width: int) -> Any:
-    return _shift(word, -bit) & ((1 << width) - 1)
+def _two_fields(word: Any, first: int) -> Any:
+    """Fields `first` and `first` + 1 of six bits each, one in each half."""
+    return (_shift(word, -6 * first) & 0x3F) | (_shift(word, 10 - 6 * first) & 0x003F0000)
 
 
-def _times(m: Any, byte_register: Any, byte: int, bias: int, d: Any) -> Any:
-    """(byte - bias) * d in f16x2: 0x64 above the byte makes 1024 + byte, the difference is exact."""
-    magic = m.permute(byte_register, m.u32(0x64), 0x4040 | byte * 0x0101)
+def _two_bytes(m: Any, word: Any, first: int, above: int) -> Any:
+    """Bytes `first` and `first` + 1, one in each half, with the byte `above` above them."""
+    return m.permute(word, m.u32(above), 0x4140 + 0x0202 * first // 2)
+
+
+def _times(m: Any, magic: Any, bias: int, d: Any) -> Any:
+    """(n - bias) * d in f16x2; 0x6400 + n is the number 1024 + n, the difference is exact."""
     return m.mul2(m.sub2(magic, m.u32(half_bits(1024.0 + bias))), d)
 
 
@@ -288,58 +302,51 @@ def _header_k4(m: Any, base: Any, row: Any) -> list[Any]:
     return [*m.load128(base + row * 16), *m.load128(base + (row + 8) * 16)]
 
 
-def _scales_k4(m: Any, base: Any, row: Any, step: int, header: Sequence[Any]) -> list[BlockScale]:
+def _scales_k4(m: Any, base: Any, row: Any, step: int, header: Sequence[Any]) -> Iterator[BlockScale]:
     """Q4_K and Q5_K: (D, -dmin * 2**24), then three words of 6-bit scales and minima.
 
     The half words of word s belong to the two sub-blocks of step s: scale at bit 0, minimum at bit 6. The upper four
-    bits of the halves of all three words together are step 3's. Both sub-blocks are computed in one register, then
-    spread. A minimum's bits are themselves the subnormal mn * 2**-24: one product gives C.
+    bits of the halves of all three words together are step 3's. A minimum's bits are themselves the subnormal
+    mn * 2**-24: one product gives C.
     """
-    sides = []
+    both = []
     for side in range(2):
         d_word, *words = header[4 * side : 4 * side + 4]
         if step < 3:
             bits = words[step]
         else:
             bits = ((words[0] >> 12) & 0x000F000F) | ((words[1] >> 8) & 0x00F000F0) | ((words[2] >> 4) & 0x0F000F00)
-        magic = (bits & 0x003F003F) | 0x64006400
-        d = m.mul2(m.sub2(magic, m.u32(half_bits(1024.0))), m.permute(d_word, d_word, _LOW))
-        c = m.mul2((bits >> 6) & 0x003F003F, m.permute(d_word, d_word, _HIGH))
-        sides.append([(m.permute(d, d, which), m.permute(c, c, which)) for which in (_LOW, _HIGH)])
-    return [(*sides[0][block // 2], *sides[1][block // 2]) for block in range(4)]
+        both.append(_times(m, (bits & 0x003F003F) | 0x64006400, 0, m.low(d_word)))
+        both.append(m.mul2((bits >> 6) & 0x003F003F, m.high(d_word)))
+    return _spread(m, both, 2)
 
 
 def _header_d(m: Any, base: Any, row: Any) -> list[Any]:
     return [m.load16(base + row * 2), m.load16(base + (row + 8) * 2)]
 
 
-def _scales_q6(m: Any, base: Any, row: Any, step: int, header: Sequence[Any]) -> list[BlockScale]:
+def _scales_q6(m: Any, base: Any, row: Any, step: int, header: Sequence[Any]) -> Iterator[BlockScale]:
     """Q6_K: a signed byte (plus 128) for every 16 columns; offset 32."""
-    sides = []
-    for side in range(2):
-        word = m.load32(base + (row + 8 * side) * 4)
-        d = m.permute(header[side], header[side], _LOW)
-        factor = m.u32(half_bits(-32 * 2.0 ** (4 * side - 24)))
-        sides.append([_times(m, word, block, 128, d) for block in range(4)])
-        sides[side] = [(x, m.mul2(x, factor)) for x in sides[side]]
-    return [(*sides[0][block], *sides[1][block]) for block in range(4)]
+    words = [m.load32(base + (row + 8 * side) * 4) for side in range(2)]
+    for first in (0, 2):
+        d = [_times(m, _two_bytes(m, words[i], first, 0x64), 128, m.low(header[i])) for i in range(2)]
+        yield from _spread(m, _with_offsets(m, d, 32, 4))
 
 
 def _header_q2(m: Any, base: Any, row: Any) -> list[Any]:
     return [m.load32(base + row * 4), m.load32(base + (row + 8) * 4)]
 
 
-def _scales_q2(m: Any, base: Any, row: Any, step: int, header: Sequence[Any]) -> list[BlockScale]:
+def _scales_q2(m: Any, base: Any, row: Any, step: int, header: Sequence[Any]) -> Iterator[BlockScale]:
     """Q2_K: a 4-bit scale and a 4-bit minimum for every 16 columns."""
-    sides = []
-    for side in range(2):
-        word = m.load32(base + (row + 8 * side) * 4)
-        low, high = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F
-        d, dmin = (m.permute(header[side], header[side], which) for which in (_LOW, _HIGH))
-        sides.append(
-            [(_times(m, low, i, 0, d), m.mul2(m.permute(high, m.u32(0), 0x4040 | i * 0x0101), dmin)) for i in range(4)]
-        )
-    return [(*sides[0][block], *sides[1][block]) for block in range(4)]
+    words = [m.load32(base + (row + 8 * side) * 4) for side in range(2)]
+    for first in (0, 2):
+        both = []
+        for word, d_word in zip(words, header, strict=False):
+            low, high = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F
+            both.append(_times(m, _two_bytes(m, low, first, 0x64), 0, m.low(d_word)))
+            both.append(m.mul2(_two_bytes(m, high, first, 0), m.high(d_word)))
+        yield from _spread(m, both)
 
 
 def _header_q3(m: Any, base: Any, row: Any) -> list[Any]:
@@ -352,50 +359,46 @@ def _header_q3(m: Any, base: Any, row: Any) -> list[Any]:
     return out
 
 
-def _scales_q3(m: Any, base: Any, row: Any, step: int, header: Sequence[Any]) -> list[BlockScale]:
+def _scales_q3(m: Any, base: Any, row: Any, step: int, header: Sequence[Any]) -> Iterator[BlockScale]:
     """Q3_K: a 6-bit scale, offset 32, for every 16 columns; codes have offset 4."""
-    sides = []
+    bits, d = [], []
     for side in range(2):
         d_word, w1, w2, w3 = header[4 * side : 4 * side + 4]
-        bits = (w1, m.funnel(w1, w2, 24), m.funnel(w2, w3, 16), w3 >> 8)[step]
-        d = m.permute(d_word, d_word, _LOW)
-        factor = m.u32(half_bits(-4 * 2.0 ** (2 * side - 24)))
-        d_blocks = [_times(m, _field(m, bits, 6 * block, 6), 0, 32, d) for block in range(4)]
-        sides.append([(x, m.mul2(x, factor)) for x in d_blocks])
-    return [(*sides[0][block], *sides[1][block]) for block in range(4)]
+        bits.append((w1, m.funnel(w1, w2, 24), m.funnel(w2, w3, 16), w3 >> 8)[step])
+        d.append(m.low(d_word))
+    for first in (0, 2):
+        scaled = [_times(m, _two_fields(bits[i], first) | 0x64006400, 32, d[i]) for i in range(2)]
+        yield from _spread(m, _with_offsets(m, scaled, 4, 2))
 
 
 def _header_iq4(m: Any, base: Any, row: Any) -> list[Any]:
     return [*m.load64(base + row * 8), *m.load64(base + (row + 8) * 8)]
 
 
-def _scales_iq4(m: Any, base: Any, row: Any, step: int, header: Sequence[Any]) -> list[BlockScale]:
+def _scales_iq4(m: Any, base: Any, row: Any, step: int, header: Sequence[Any]) -> Iterator[BlockScale]:
     """IQ4_XS: d and eight 6-bit scales, offset 32, in 64 bits; table values carry 128."""
-    factor = m.u32(half_bits(-128 * 2.0**-24))
-    sides = []
+    d = []
     for side in range(2):
         first, second = header[2 * side : 2 * side + 2]
         bits = (first >> 16, second, second >> 12, (second >> 24) | ((first >> 28) << 8))[step]
-        d = m.permute(first, first, _LOW)
-        d_blocks = [_times(m, _field(m, bits, 6 * sub, 6), 0, 32, d) for sub in range(2)]
-        sides.append([(x, m.mul2(x, factor)) for x in d_blocks])
-    return [(*sides[0][block // 2], *sides[1][block // 2]) for block in range(4)]
+        d.append(_times(m, _two_fields(bits, 0) | 0x64006400, 32, m.low(first)))
+    return _spread(m, _with_offsets(m, d, 128, 0), 2)
 
 
 _ROWS = (
     # name, steps a record, header, scale bytes a row and step, planes, lo, operations, codes, header function, scales
-    FragmentKind("Q4_0", 1, 0, 4, (16,), 4, 44, _codes4(4), None, _symmetric32(8, 4)),
-    FragmentKind("Q4_1", 1, 0, 8, (16,), 4, 44, _codes4(8), None, _affine32),
-    FragmentKind("Q5_0", 1, 0, 4, (16, 4), 4, 84, _codes5(4), None, _symmetric32(16, 4)),
-    FragmentKind("Q5_1", 1, 0, 8, (16, 4), 4, 84, _codes5(8), None, _affine32),
-    FragmentKind("Q8_0", 1, 0, 4, (16, 16), 0, 40, _codes8(4), None, _symmetric32(128, 0)),
-    FragmentKind("IQ4_NL", 1, 0, 4, (16,), 0, 92, _codes_iq4(4), None, _symmetric32(128, 0)),
-    FragmentKind("Q2_K", 4, 4, 4, (8,), 2, 88, _codes2(4), _header_q2, _scales_q2),
-    FragmentKind("Q3_K", 4, 14, 0, (8, 4), 2, 132, _codes3(0), _header_q3, _scales_q3),
-    FragmentKind("Q4_K", 4, 16, 0, (16,), 4, 66, _codes4(0), _header_k4, _scales_k4),
-    FragmentKind("Q5_K", 4, 16, 0, (16, 4), 4, 106, _codes5(0), _header_k4, _scales_k4),
-    FragmentKind("Q6_K", 4, 2, 4, (16, 8), 4, 110, _codes6(4), _header_d, _scales_q6),
-    FragmentKind("IQ4_XS", 4, 8, 0, (16,), 0, 120, _codes_iq4(0), _header_iq4, _scales_iq4),
+    FragmentKind("Q4_0", 1, 0, 4, (16,), 4, 38, _codes4(4), None, _symmetric32(8, 4)),
+    FragmentKind("Q4_1", 1, 0, 8, (16,), 4, 36, _codes4(8), None, _affine32),
+    FragmentKind("Q5_0", 1, 0, 4, (16, 4), 4, 78, _codes5(4), None, _symmetric32(16, 4)),
+    FragmentKind("Q5_1", 1, 0, 8, (16, 4), 4, 76, _codes5(8), None, _affine32),
+    FragmentKind("Q8_0", 1, 0, 4, (16, 16), 0, 34, _codes8(4), None, _symmetric32(128, 0)),
+    FragmentKind("IQ4_NL", 1, 0, 4, (16,), 0, 86, _codes_iq4(4), None, _symmetric32(128, 0)),
+    FragmentKind("Q2_K", 4, 4, 4, (8,), 2, 70, _codes2(4), _header_q2, _scales_q2),
+    FragmentKind("Q3_K", 4, 14, 0, (8, 4), 2, 118, _codes3(0), _header_q3, _scales_q3),
+    FragmentKind("Q4_K", 4, 16, 0, (16,), 4, 54, _codes4(0), _header_k4, _scales_k4),
+    FragmentKind("Q5_K", 4, 16, 0, (16, 4), 4, 94, _codes5(0), _header_k4, _scales_k4),
+    FragmentKind("Q6_K", 4, 2, 4, (16, 8), 4, 92, _codes6(4), _header_d, _scales_q6),
+    FragmentKind("IQ4_XS", 4, 8, 0, (16,), 0, 112, _codes_iq4(0), _header_iq4, _scales_iq4),
     FragmentKind("half", 1, 0, 0, (64,), 0, 0, _half_codes),
 )
 

@@ -139,7 +139,7 @@ def layouts(
         return step * (_LONE_SLAB if groups == 1 else 1.0)
 
     step = step_of(1.0)
-    chunk = chunk_tokens(tokens)
+    chunk = chunk_tokens(tokens, 128)
     tile_end = _TILE_END + tokens // chunk * (_CHUNK + _CHUNK_TOKEN * chunk)
     start = _START_SHARED if resident > 1 else _START
 

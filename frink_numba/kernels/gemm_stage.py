@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from frink_numba.kernels.gemm_emit import release
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS
 from frink_numba.kernels.ptx import Emitter, Register, emitted
 
@@ -12,17 +13,10 @@ from frink_numba.kernels.ptx import Emitter, Register, emitted
 @functools.cache
 def release_stage(cluster: int) -> Any:
     """release(address, lane): the warp is done with a stage; lane i tells block i of the cluster."""
-    # Without a scope of its own: `.release.cluster` would put a memory fence here, slower than the step itself. What
-    # is released was only read, and its reads are complete.
-    space = "cluster" if cluster > 1 else "cta"
 
     @emitted(None, "u32", "u32")
     def op(e: Emitter, address: Register, lane: Register) -> None:
-        e.asm(
-            f"{{\n.reg .pred p;\nsetp.lt.u32 p, $1, {cluster};\n@p mbarrier.arrive.shared::{space}.b64 _, [$0];\n}}",
-            None,
-            [address, lane],
-        )
+        release(e, cluster, address, lane)
 
     return op
 

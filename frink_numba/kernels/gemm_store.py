@@ -1,7 +1,7 @@
 """From accumulators to memory: how the `wgmma` tier writes a finished tile of 64 weight rows x T tokens.
 
 A thread's accumulators 4j .. 4j+3 are (row g, tokens 8j+2t, 8j+2t+1) and (row g+8, the same tokens): transposed
-against the row-major result. They pass through shared memory in chunks of 32 tokens, swizzled so that no bank is hit
+against the row-major result. They pass through shared memory in chunks of tokens, swizzled so that no bank is hit
 twice, and the copy engine writes boxes of the result from there: coalesced, clipped at the result's edges, and for a
 residual as `add`. A few buffers alternate, so that the copies overlap the arithmetic. The formulas: `gemm_epilogue.py`.
 """
@@ -46,6 +46,7 @@ def store_tile(tokens: int, epilogue: Epilogue, buffers: int) -> Any:
     count = tokens // 2
     size = epilogue.buffer_size(tokens)
     per_chunk = epilogue.chunk_tokens(tokens)
+    chunks = epilogue.chunks(tokens)
     own = -(-tokens // 128)
 
     @emitted(
@@ -91,7 +92,7 @@ def store_tile(tokens: int, epilogue: Epilogue, buffers: int) -> Any:
                 else:
                     e.asm("st.shared.f32 [$0], $1;", None, [scales + (place << 2), token_scales[i]])
         e.asm("bar.sync $0, 128;", None, [barrier])
-        for chunk in range(tokens // per_chunk):
+        for chunk in range(chunks):
             buffer = staging + size * (chunk % buffers)
             results = []  # per block of 8 tokens: rows of [token 2t, token 2t + 1]
             for j in range(chunk * per_chunk // 8, (chunk + 1) * per_chunk // 8):
@@ -110,8 +111,9 @@ def store_tile(tokens: int, epilogue: Epilogue, buffers: int) -> Any:
             else:
                 _stage_float(e, epilogue, results, buffer, warp, g, t)
             e.asm("fence.proxy.async.shared::cta;", None, [])
-            with e.when(leader):
-                e.asm(f"cp.async.bulk.wait_group.read {buffers - 2};", None, [])
+            if buffers - 1 <= chunk < chunks - 1:
+                with e.when(leader):
+                    e.asm(f"cp.async.bulk.wait_group.read {buffers - 2};", None, [])
             e.asm("bar.sync $0, 128;", None, [barrier])
             with e.when(leader):
                 _copy_out(e, epilogue, per_chunk, buffer, tensor_map, column, token + chunk * per_chunk, add)
@@ -156,18 +158,24 @@ def _stage_float(
 def _stage_half(
     e: Emitter, epilogue: Epilogue, results: list[Any], buffer: Register, warp: Register, lane: Register
 ) -> None:
-    """f16 by `stmatrix.trans`: lanes 8i .. 8i+7 give the addresses of the eight token rows of block i."""
-    blocks = len(results)
-    r, matrix = lane & 7, (lane >> 3) & (blocks - 1)
-    for h in range(len(results[0])):
-        words = [e.asm("cvt.rn.f16x2.f32 $0, $2, $1;", "u32", [*rows[h]], pure=True) for rows in results]
-        token = (matrix << 3) + r
-        if epilogue.gate:
-            address = buffer + token * 64 + ((warp ^ ((r >> 1) & 3)) << 4)
-        else:
-            address = buffer + token * 128 + ((((warp << 1) + h) ^ r) << 4)
-        names = ",".join(f"${i + 1}" for i in range(blocks))
-        e.asm(f"stmatrix.sync.aligned.m8n8.x{blocks}.trans.shared.b16 [$0], {{{names}}};", None, [address, *words])
+    """f16 by `stmatrix.trans`, up to four blocks of 8 tokens: lanes 8i .. 8i+7 give the addresses of block i's rows."""
+    first = 0
+    while first < len(results):
+        blocks = next(count for count in (4, 2, 1) if count <= len(results) - first)
+        r, matrix = lane & 7, (lane >> 3) & (blocks - 1)
+        token = (matrix << 3) + r + 8 * first
+        for h in range(len(results[0])):
+            words = [
+                e.asm("cvt.rn.f16x2.f32 $0, $2, $1;", "u32", [*rows[h]], pure=True)
+                for rows in results[first : first + blocks]
+            ]
+            if epilogue.gate:
+                address = buffer + token * 64 + ((warp ^ ((r >> 1) & 3)) << 4)
+            else:
+                address = buffer + token * 128 + ((((warp << 1) + h) ^ r) << 4)
+            names = ",".join(f"${i + 1}" for i in range(blocks))
+            e.asm(f"stmatrix.sync.aligned.m8n8.x{blocks}.trans.shared.b16 [$0], {{{names}}};", None, [address, *words])
+        first += blocks
 
 
 def _copy_out(

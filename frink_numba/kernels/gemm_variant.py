@@ -101,13 +101,14 @@ class WgmmaGemm:
 
     @property
     def stages(self) -> int:
-        return min(_MOST_STAGES, (self._limit - self._scales - 2 * self._buffer) // (self.stage + 16))
+        least = min(2, self.epilogue.chunks(self.tokens))
+        return min(_MOST_STAGES, (self._limit - self._scales - least * self._buffer) // (self.stage + 16))
 
     @property
     def buffers(self) -> int:
         """Staging buffers of a consumer group: what fits beside the stages."""
         room = self._limit - self._scales - self.stages * (self.stage + 16)
-        return min(_MOST_BUFFERS, room // self._buffer)
+        return min(_MOST_BUFFERS, self.epilogue.chunks(self.tokens), room // self._buffer)
 
     @property
     def shared(self) -> int:

@@ -31,6 +31,7 @@ def build(gemm: WgmmaGemm) -> Any:
     from numba import cuda, types
 
     from frink_numba.kernels.gemm_emit import (
+        first_block,
         fragment_ops,
         keep,
         locate,
@@ -38,6 +39,7 @@ def build(gemm: WgmmaGemm) -> Any:
         multiply_step,
         next_segment,
         next_stage,
+        other_blocks,
         parts_after,
         range_start,
         wait_multiplied,
@@ -86,7 +88,8 @@ def build(gemm: WgmmaGemm) -> Any:
     BARRIERS_AT = SCALES_AT + GROUPS * SCALES
     OWN = -(-TOKENS // 128)
 
-    header, load_codes, (convert0, convert1, convert2, convert3) = fragment_ops(gemm.kind)
+    header, load_codes, (convert, *_) = fragment_ops(gemm.kind)
+    multiply_first, (rest0, rest1, rest2, rest3) = first_block(TOKENS), other_blocks(gemm.kind, TOKENS, CLUSTER)
     multiply, multiply_direct = multiply_step(TOKENS), multiply_shared(TOKENS)
     wait_all, no_sums, no_fragments = wait_multiplied(TOKENS), zeros(TOKENS // 2), zeros(16, "u32")
     advance = next_stage(STAGES)
@@ -221,6 +224,12 @@ def build(gemm: WgmmaGemm) -> Any:
                 scale_1 = scale_0
                 if OWN > 1:
                     scale_1 = load_float(token_scale + mine_1)
+                norm_0 = f32(0.0)
+                norm_1 = f32(0.0)
+                if HALF:
+                    norm_0 = load_float(token_norm + mine_0)
+                    if OWN > 1:
+                        norm_1 = load_float(token_norm + mine_1)
                 acc = no_sums()
                 # The step in flight when a segment begins: none yet, so that no lane is to release a stage.
                 done = u32(freed)
@@ -243,46 +252,40 @@ def build(gemm: WgmmaGemm) -> Any:
                     at = u32(slot + stage * u32(W_STAGE))
                     shared_scales = header(at, row)
                     codes = load_codes(at, local, row)
+                    even = convert(codes, shared_scales)
                     for _ in range(count >> u32(2)):
-                        # Four steps in a straight line: fragments of a step take one register set while the step
-                        # before is in flight with the other, across the groups too. The codes of the step after are
-                        # loaded meanwhile.
-                        even = convert0(codes, shared_scales)
-                        acc = multiply(acc, even, base + stage * u32(X_STAGE))
+                        # Four steps in a straight line: the fragments of a step take one register set, those of the
+                        # next step the other, which are made while the products run.
+                        tile_at = u32(base + stage * u32(X_STAGE))
+                        acc = multiply_first(acc, even, tile_at)
                         now = u32(freed + stage * u32(8))
                         stage, phase = advance(stage, phase)
                         mbarrier_wait(full + stage * u32(8), phase)
                         codes = load_codes(u32(slot + stage * u32(W_STAGE)), local, row)
-                        wait_one_pending()
-                        keep(odd, never, base)
-                        release(done, lane + idle)
+                        acc, odd = rest1(acc, even, tile_at, odd, codes, shared_scales, never, base, done, lane + idle)
+                        done = now
                         idle = u32(0)
-                        done = now
 
-                        odd = convert1(codes, shared_scales)
-                        acc = multiply(acc, odd, base + stage * u32(X_STAGE))
+                        tile_at = u32(base + stage * u32(X_STAGE))
+                        acc = multiply_first(acc, odd, tile_at)
                         now = u32(freed + stage * u32(8))
                         stage, phase = advance(stage, phase)
                         mbarrier_wait(full + stage * u32(8), phase)
                         codes = load_codes(u32(slot + stage * u32(W_STAGE)), local, row)
-                        wait_one_pending()
-                        keep(even, never, base)
-                        release(done, lane)
+                        acc, even = rest2(acc, odd, tile_at, even, codes, shared_scales, never, base, done, lane)
                         done = now
 
-                        even = convert2(codes, shared_scales)
-                        acc = multiply(acc, even, base + stage * u32(X_STAGE))
+                        tile_at = u32(base + stage * u32(X_STAGE))
+                        acc = multiply_first(acc, even, tile_at)
                         now = u32(freed + stage * u32(8))
                         stage, phase = advance(stage, phase)
                         mbarrier_wait(full + stage * u32(8), phase)
                         codes = load_codes(u32(slot + stage * u32(W_STAGE)), local, row)
-                        wait_one_pending()
-                        keep(odd, never, base)
-                        release(done, lane)
+                        acc, odd = rest3(acc, even, tile_at, odd, codes, shared_scales, never, base, done, lane)
                         done = now
 
-                        odd = convert3(codes, shared_scales)
-                        acc = multiply(acc, odd, base + stage * u32(X_STAGE))
+                        tile_at = u32(base + stage * u32(X_STAGE))
+                        acc = multiply_first(acc, odd, tile_at)
                         now = u32(freed + stage * u32(8))
                         stage, phase = advance(stage, phase)
                         left = u32(left - u32(4))
@@ -290,16 +293,13 @@ def build(gemm: WgmmaGemm) -> Any:
                         at = u32(slot + stage * u32(W_STAGE))
                         shared_scales = header(at, row)
                         codes = load_codes(at, local, row)
-                        wait_one_pending()
-                        keep(even, never, base)
-                        release(done, lane)
+                        acc, even = rest0(acc, odd, tile_at, even, codes, shared_scales, never, base, done, lane)
                         done = now
                     acc = wait_all(acc)
                     keep(odd, never, base)
                     release(done, lane + idle)
                     if TAIL:
                         for _ in range(count & u32(3)):
-                            even = convert0(codes, shared_scales)
                             acc = multiply(acc, even, base + stage * u32(X_STAGE))
                             acc = wait_all(acc)
                             keep(even, never, base)
@@ -308,6 +308,7 @@ def build(gemm: WgmmaGemm) -> Any:
                             left = u32(left - u32(1))
                             mbarrier_wait_if(full + stage * u32(8), phase, left)
                             codes = load_codes(u32(slot + stage * u32(W_STAGE)), local, row)
+                            even = convert(codes, shared_scales)
 
                 sums = workspace + u64(FLAG_BYTES) + u64(part) * u64(PARTIAL)
                 if g0 != 0:
@@ -333,14 +334,8 @@ def build(gemm: WgmmaGemm) -> Any:
                             store_release(flags + u64(u32(i) * u32(4 * SIDES)), u32(0))
                     if slab < slabs:
                         write_scale = u64(0)
-                        norm_0 = f32(0.0)
-                        norm_1 = f32(0.0)
-                        if HALF:
-                            norm_0 = load_float(token_norm + mine_0)
-                            if OWN > 1:
-                                norm_1 = load_float(token_norm + mine_1)
-                            if slab == 0:
-                                write_scale = out_scale + u64(token) * u64(4)
+                        if HALF and slab == 0:
+                            write_scale = out_scale + u64(token) * u64(4)
                         store(
                             acc, local, side + u32(1), staging, scales, out_map, slab * u32(COLUMNS), token, scale_a,
                             scale_b, bias_a, bias_b, (scale_0, scale_1), (norm_0, norm_1), write_scale, m, c2, c1,

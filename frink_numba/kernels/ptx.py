@@ -54,10 +54,12 @@ def _split(spec: str) -> tuple[str, int]:
     return base, int(count or 0)
 
 
-def numba_type(spec: str | None) -> Any:
-    """The numba type of a specification such as "u32x4"; None is no value."""
+def numba_type(spec: str | tuple[str, ...] | None) -> Any:
+    """The numba type of a specification such as "u32x4", or of several as a tuple; None is no value."""
     if spec is None:
         return types.void
+    if isinstance(spec, tuple):
+        return types.Tuple([numba_type(part) for part in spec])
     base, count = _split(spec)
     return types.UniTuple(_NUMBA[base], count) if count else _NUMBA[base]
 
@@ -173,8 +175,13 @@ class Emitter:
             return Register(self, base, value)
         return [Register(self, base, self.builder.extract_value(value, i)) for i in range(count)]
 
-    def store(self, spec: str, value: Any) -> Any:
-        """The LLVM value of a Register, or of a list of them as a tuple."""
+    def store(self, spec: str | tuple[str, ...], value: Any) -> Any:
+        """The LLVM value of a Register, of a list of them as a tuple, or of several such."""
+        if isinstance(spec, tuple):
+            out = ir.Constant(self.context.get_value_type(numba_type(spec)), ir.Undefined)
+            for i, (part, item) in enumerate(zip(spec, value, strict=True)):
+                out = self.builder.insert_value(out, self.store(part, item), i)
+            return out
         _, count = _split(spec)
         if not count:
             return value.value
@@ -194,7 +201,7 @@ def _missing(name: str) -> Callable[..., Any]:
 
 
 def emitted(
-    result: str | None, *arguments: str, simulator: Callable[..., Any] | None = None
+    result: str | tuple[str, ...] | None, *arguments: str, simulator: Callable[..., Any] | None = None
 ) -> Callable[[Callable[..., Any]], Any]:
     """Decorate `body(e, *registers)`, which emits instructions and gives Register(s), into a device function."""
 

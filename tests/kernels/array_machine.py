@@ -51,6 +51,12 @@ class ArrayMachine:
             out |= ((both >> (nibble * np.uint64(8))) & np.uint64(255)) << np.uint64(8 * i)
         return out.astype(np.uint32)
 
+    def low(self, word: np.ndarray) -> np.ndarray:
+        return self.permute(word, word, 0x1010)
+
+    def high(self, word: np.ndarray) -> np.ndarray:
+        return self.permute(word, word, 0x3232)
+
     def funnel(self, low: np.ndarray, high: np.ndarray, shift: int) -> np.ndarray:
         both = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
         return ((both >> np.uint64(shift)) & np.uint64(0xFFFFFFFF)).astype(np.uint32)
@@ -101,6 +107,10 @@ class CountingMachine:
         self.operations += 1
         return Word(self)
 
+    def low(self, word: Word) -> Word:
+        return word  # part of the instruction that uses it
+
+    high = low
     permute = permute_by = funnel = fma2 = mul2 = sub2 = _operation
 
 

@@ -146,9 +146,11 @@ class TensorInstructions:
                 descriptor = int(b(warp)[0])
                 keep = bool(adds(warp)[0]) if adds is not None else True
                 queue = self.products.setdefault(int(warp[0] // 32), [[]])
-                queue[-1].append(lambda w=warp, s=descriptor, k=keep: compute(w, s, k))
+                # Descriptors are read when the instruction is issued, operand registers while it runs.
+                a = int(a_registers[0][warp[0]]) if len(a_registers) == 1 else 0
+                queue[-1].append(lambda w=warp, a=a, s=descriptor, k=keep: compute(w, a, s, k))
 
-        def compute(warp: np.ndarray, descriptor: int, keep: bool) -> None:
+        def compute(warp: np.ndarray, a: int, descriptor: int, keep: bool) -> None:
             if len(a_registers) == 4:
                 left = np.empty((16, 16), np.float32)
                 for i, register in enumerate(a_registers):
@@ -157,7 +159,7 @@ class TensorInstructions:
                         left[g + 8 * (i & 1), 2 * t + v + 8 * (i >> 1)] = pair[:, v]
             else:
                 rows = 16 * int(warp[0] // 32 % 4) + np.arange(16)
-                left = self._operand_tile(int(a_registers[0][warp[0]]), rows, False)
+                left = self._operand_tile(a, rows, False)
             product = left @ self._operand_tile(descriptor, np.arange(columns), transposed).T
             for i, register in enumerate(d):
                 more = product[g + 8 * ((i >> 1) & 1), 8 * (i >> 2) + 2 * t + (i & 1)]
