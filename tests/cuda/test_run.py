@@ -45,8 +45,8 @@ def go(device, layers, hidden, prefixes, start_pos):
         need = device.body.scratch(layers).nbytes(len(hidden), start_pos)
         block = device.workspace.arena.reserve(need, 0)
         sources = [KvSource(rows) for rows in prefixes]
-        hidden, rows, _ = device.body.run(device.workspace, resident, hidden, sources, start_pos, block, traffic)
-    return hidden, rows, traffic
+        answer = device.body.run(device.workspace, resident, hidden, sources, start_pos, block, traffic)
+    return answer.hidden, answer.rows, traffic
 
 
 def check_against_the_truth(layers, hidden, prefixes, got, got_rows, bound=1e-5):

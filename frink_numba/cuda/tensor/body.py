@@ -63,6 +63,7 @@ class TensorBody:
         self._ahead: PackAhead | None = None  # while layers go up
         self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._group_programs: OrderedDict[Any, GroupProgram] = OrderedDict()
+        self._group_sizes: tuple[Sequence[Layer], dict[Any, int]] | None = None
         self._zeroed: weakref.ref[Any] | None = None  # the scratch block whose counters are known to be zero
 
     least_batch = 1
@@ -203,7 +204,13 @@ class TensorBody:
 
     def group_bytes(self, layers: Sequence[Layer], edges: Edges, members: Sequence[Member]) -> int:
         """Bytes of scratch of a step of these members over all `layers`."""
-        return self._group_scratch(layers, edges, GroupShape.of(members)).nbytes()
+        shape = GroupShape.of(members)
+        if self._group_sizes is None or self._group_sizes[0] is not layers:
+            self._group_sizes = layers, {}  # a backend asks for its own layers again and again
+        sizes, key = self._group_sizes[1], (shape, logits_rows(edges))
+        if key not in sizes:
+            sizes[key] = self._group_scratch(layers, edges, shape).nbytes()
+        return sizes[key]
 
     def group_room(self, cache: Any) -> int:
         """Positions for which a cache of all layers is known to have room on the device."""
@@ -254,7 +261,7 @@ class TensorBody:
     ) -> Program:
         edges = None if ends.edges is None else ends.edges.serial
         what = (m, base, edges, ends.tokens is None, ends.logits, ends.choices)
-        key = (what, *[x.serial for x in layers], *[x.k for x in mirrors], *[x.capacity for x in mirrors])
+        key = (what, *[layer.serial for layer in layers])
         program = self._programs.get(key)
         if program is None:
             scratch = self.scratch([layer.layer for layer in layers])
@@ -274,6 +281,7 @@ class TensorBody:
             if len(self._programs) > _PROGRAMS:
                 self._programs.popitem(last=False)
         self._programs.move_to_end(key)
+        program.point_at(mirrors)
         return program
 
     def _complete(

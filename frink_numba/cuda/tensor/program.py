@@ -1,4 +1,4 @@
-"""A run's launches, prepared once for a number of rows and a set of layers and mirrors, and used for every such step.
+"""A run's launches, prepared once for a number of rows and a set of layers, and used for every such step.
 
 They lie in segments, whose K/V rows come down while the next one runs, and heads, whose logits come down each.
 """
@@ -58,7 +58,7 @@ def launch(part: Segment | Head, runtime: Runtime, stream: Any, ranges: Ranges |
 
 
 class Program(Launches):
-    """The launches of `layers` over `m` rows in the scratch at `base`, whose K/V rows lie in `mirrors`.
+    """The launches of `layers` over `m` rows in the scratch at `base`, whose K/V rows lie in `mirrors` (`point_at`).
 
     With `edges`, it begins with tokens where `from_tokens` says so, and ends with so many rows of logits. With
     `choices`, one row of logits is not for the host: the token among so many is chosen from it, put at `answers` and in
@@ -84,13 +84,13 @@ class Program(Launches):
         places = scratch.places(m)[0]
         super().__init__(kernels, m, base, places, scratch.workspace, step_bytes(m, len(layers)))
         self._mirrors = mirrors
+        self._mapped: list[tuple[int, Any, int]] = []  # layers whose mirrors have tensor maps, and where these lie
         records = self._reserve(SEQUENCE.itemsize * len(layers))
         self._records = self.image[records : records + SEQUENCE.itemsize * len(layers)].view(SEQUENCE)
         positions = self._reserve(4 * m)
         self._positions = self.image[positions : positions + 4 * m].view(np.int32)
         self._records["rows"] = m
-        self._records["k_base"] = [mirror.k for mirror in mirrors]
-        self._records["v_base"] = [mirror.v for mirror in mirrors]
+        self._point()
 
         size = scratch.segment(m)
         self.segments = [
@@ -130,6 +130,23 @@ class Program(Launches):
             self._head(edges, m - logits, self.heads[-1])
         self.image = self.image[: self._image_end]
 
+    def point_at(self, mirrors: Sequence[Mirror]) -> None:
+        """From now on the K/V rows lie in other mirrors: no launch knows where, but the image does."""
+        if mirrors is not self._mirrors:
+            self._mirrors = mirrors
+            self._point()
+
+    def _point(self) -> None:
+        self._records["k_base"] = [mirror.k for mirror in self._mirrors]
+        self._records["v_base"] = [mirror.v for mirror in self._mirrors]
+        for number, attention, offset in self._mapped:
+            self._put_maps(number, attention, offset)
+
+    def _put_maps(self, number: int, attention: Any, offset: int) -> None:
+        mirror = self._mirrors[number]
+        maps = attention.maps([MirrorAddress(mirror.k, mirror.v, mirror.capacity)])
+        self.image[offset : offset + len(maps)] = np.frombuffer(maps, np.uint8)
+
     def step(self, start_pos: int, tokens: np.ndarray | None = None) -> np.ndarray:
         """The image for a step from `start_pos` on, over `tokens` [m] where the program begins with them."""
         if self._ids is not None:
@@ -142,7 +159,13 @@ class Program(Launches):
         """Where the tensor maps of the layer's mirrors lie on the device."""
         assert self._number is not None  # a layer's launches are made
         mirror = self._mirrors[self._number]
-        return self._map_address(attention.maps([MirrorAddress(mirror.k, mirror.v, mirror.capacity)]))
+        nbytes = len(attention.maps([MirrorAddress(mirror.k, mirror.v, mirror.capacity)]))
+        if not nbytes:
+            return 0
+        offset = self._reserve(nbytes)
+        self._mapped.append((self._number, attention, offset))
+        self._put_maps(*self._mapped[-1])
+        return self.step_address + offset
 
     def _choose(self, edges: TensorEdges, choices: int, ids: int, positions: int, records: int) -> None:
         """The token of the one row of logits, and the next step from there; all but the first are offsets."""
