@@ -90,6 +90,12 @@ def _row_values(name: str, step: int) -> Any:
             half = {0x1010: a.low, 0x3232: a.high}[selector]
             return Pair(half, half)
 
+        def low(self, word: Any) -> Any:
+            return Pair(word.low, word.low) if isinstance(word, Pair) else super().low(word)
+
+        def high(self, word: Any) -> Any:
+            return Pair(word.high, word.high) if isinstance(word, Pair) else super().high(word)
+
         def fma2(self, a: Any, b: Any, c: Any) -> Any:
             return self._each("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
 
