@@ -67,7 +67,7 @@ def shape_answers(name: str, prompt: int, backends: str) -> tuple[dict[str, Answ
         start = time.perf_counter()
         while made < tokens:
             chosen = run(np.array([token]), min(block, tokens - made) if most > 1 else 0)
-            token, made, block = chosen[-1], made + len(chosen), min(2 * block, most)
+            token, made, block = chosen[-1], made + len(chosen), min(4 * block, most)
         return tokens / (time.perf_counter() - start)
 
     row = walk.plan(Step(layers, cache, cache.positions, 1)).rows[0]
@@ -128,7 +128,7 @@ def main() -> int:
     """Measure and print; write the receipt when asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shapes", default="smollm2,3b,8b,8b-q8", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--prompts", default="1,512", help="their lengths; behind one token is what others call tg")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--backend", default="cuda")
@@ -137,12 +137,13 @@ def main() -> int:
     share_packs()
     rows = []
     for name in arguments.shapes.split(","):
-        rows += measure(name, arguments.prompt, arguments.backend, arguments.tokens, arguments.runs)
+        for prompt in arguments.prompts.split(","):
+            rows += measure(name, int(prompt), arguments.backend, arguments.tokens, arguments.runs)
     if arguments.receipt is not None:
         driver = query_driver()
         machine = driver.devices[0].name if driver.devices and arguments.backend != "host" else cpu_name()
         command = "python -m benchmarks.bench_decode " + " ".join(
-            f"--{name} {getattr(arguments, name)}" for name in ("shapes", "prompt", "tokens", "runs", "backend")
+            f"--{name} {getattr(arguments, name)}" for name in ("shapes", "prompts", "tokens", "runs", "backend")
         )
         write_receipt(arguments.receipt, receipt("decode", command, rows, machine=machine, driver=driver.version))
     return 0
