@@ -142,7 +142,7 @@ class Decoder:
             held = checked_caches(caches, len(ids))
         for number, (own, cache) in enumerate(zip(ids, held, strict=True)):
             about(number, self._check_cache, cache, len(own), None)
-        outputs = [self._allocate(len(own), logits, wanted) for own in ids]
+        outputs = [self._allocate(len(own), "all" if logits == "all" else None, wanted) for own in ids]
         sought: list[np.ndarray | None] = [None] * len(ids)
         if targets is not None:
             sought = list(checked_targets(targets, ids, model.vocab_size))
@@ -155,6 +155,7 @@ class Decoder:
                     *(ids[n], first, last, held[n], wanted, outputs[n]),
                     keep=caches is not None or len(ids[n]) > chunk_size,
                     targets=sought[n],
+                    hands_over=logits == "last",
                 )
                 for n, first, last in group
             ]
@@ -185,11 +186,11 @@ class Decoder:
         for number, cache in enumerate(held):
             about(number, check_cache, cache, layers, context, 1)
         choices = self.model.tokenizer.vocab_size if greedy else 0
-        logits = np.empty((len(ids), self.model.vocab_size), np.float32)
         parts = [
             Part(
-                *(ids[at : at + 1], 0, 1, cache, frozenset(), Output(logits[at])),
+                *(ids[at : at + 1], 0, 1, cache, frozenset(), Output()),
                 stage=stage,
+                hands_over=True,
                 ahead=int(greedy),
                 choices=choices,
             )
@@ -199,7 +200,7 @@ class Decoder:
             self._run(parts[first : first + MOST_SEQUENCES])
         for part in parts:
             if part.chosen is not None:
-                part.output.logits, part.output.token = None, int(part.chosen[0])
+                part.output.token = int(part.chosen[0])
                 if part.output.token < 0:
                     raise FrinkError(NOT_NUMBERS)
         return [part.output for part in parts]

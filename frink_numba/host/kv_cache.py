@@ -219,12 +219,13 @@ class KVCache(Sequence[LayerKV]):
             raise CacheError(f"cannot truncate a cache of {self.positions} positions to {n}")
         if n == self.positions:
             return
-        for layer in self._layers:
-            layer.check_truncate(n)
+        if self._shared.evictions:
+            for layer in self._layers:
+                layer.check_truncate(n)
         self._shared.staged, self._shared.lent = 0, None
         self._shared.cuts.append(n)
         self._shared.positions = n
-        if n == 0:
+        if n == 0 and self._shared.evictions:
             for layer in self._layers:
                 layer.forget_evictions()
 

@@ -35,7 +35,8 @@ class Part:
 
     `keep` False: they are the whole sequence, `cache` is empty and stays so. `stage`: their rows are written, and
     do not count. `targets`, int64 [n]: for each of `ids` the token whose probability behind it is asked for, in place
-    of logits. `ahead`: of one token, so many may be chosen among the first `choices`, as in `Step`: `chosen`.
+    of logits. `hands_over`: the last logits become `output.logits` as they were answered, without a copy. `ahead`: of
+    one token, so many may be chosen among the first `choices`, as in `Step`: `chosen`.
     """
 
     ids: np.ndarray
@@ -50,12 +51,15 @@ class Part:
     choices: int = 0
     chosen: np.ndarray | None = None
     targets: np.ndarray | None = None
+    hands_over: bool = False
 
     @property
     def rows(self) -> int:
         """How many of its last tokens' logits are wanted."""
         if self.targets is not None:
             return self.last - self.first
+        if self.hands_over:
+            return int(self.last == len(self.ids))
         wanted = self.wanted()
         return 0 if wanted is None else len(wanted)
 

@@ -71,6 +71,13 @@ class StepRunner:
             assert part.output.scores is not None  # it was asked for
             part.output.scores[part.first : part.last] = self._scores(part, result)
         wanted = None if part.targets is not None else part.wanted()
+        if part.hands_over and part.rows and result.tokens is None:
+            if result.logits is not None:
+                part.output.logits = result.logits[0]
+                bend_logits(part.output.logits, self._model.hyper)
+            else:
+                part.output.logits = np.empty(self._model.vocab_size, np.float32)
+                wanted = part.output.logits[None]
         for layer in part.hidden_after:
             part.output.hidden[layer][part.first : part.last] = result.hidden_states[layer]
         part.chosen = result.tokens
