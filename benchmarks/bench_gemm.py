@@ -20,7 +20,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,10 +101,7 @@ class Bench:
         self.target = Target("90a" if capability == (9, 0) and tier == "wgmma" else f"{capability[0]}{capability[1]}")
         self.gemms = Gemms(tier, capability, properties.multi_processor_count)
         self.thins = ThinGemms(capability, properties.multi_processor_count)
-        # Of the tile products and of the thin ones: each kind leaves its own counters at zero.
-        self.workspace, self.thin_workspace = (
-            torch.zeros(size, dtype=torch.uint8, device="cuda") for size in (80 << 20, 32 << 20)
-        )
+        self.workspace = torch.zeros(80 << 20, dtype=torch.uint8, device="cuda")
         self._weights: dict[tuple[str, int], tuple[PackedMatrix, Any]] = {}
 
     def _base(self, kind: str, k: int) -> tuple[PackedMatrix, Any]:
@@ -151,13 +150,10 @@ class Bench:
             rows = HalfRows(half[i].data_ptr(), scale[i].data_ptr(), norm[i].data_ptr())
             self.gemms.half_rows(x[i].data_ptr(), case.m, case.k, rows)(stream)
             scales = out_scale[i].data_ptr() if self.half else 0
-            if self._thin(case, forced):
+            if self.thin(case) and forced is None:
                 thin = plan = self.thins.product(weights, case.m, half=self.half)
-                room = self.thin_workspace
-                if thin.workspace > room.numel():
-                    raise RuntimeError(f"the workspace needs {thin.workspace} bytes")
                 target, row = out[i].data_ptr(), pitch * out.element_size()
-                launches.append(thin.bind(weights, rows, target, row, workspace=room.data_ptr(), out_scale=scales))
+                launches.append(thin.bind(weights, rows, target, row, out_scale=scales))
                 continue
             product = self.gemms.product(
                 weights, case.m, half=self.half, tokens=self.tokens, cluster=self.cluster, plan=forced
@@ -184,6 +180,11 @@ class Bench:
         torch.cuda.synchronize()
         if check:
             self._check(case, x, out, out_scale, values, copies)
+            before = out[0].clone()
+            launches[0](stream)
+            torch.cuda.synchronize()
+            if not torch.equal(before, out[0]):
+                raise RuntimeError(f"{case}: two runs differ")
         graph = self._capture(lambda: [launch(torch.cuda.current_stream().cuda_stream) for launch in launches])
         other = None
         if baseline:
@@ -203,8 +204,9 @@ class Bench:
         ours, theirs = self._time(graph, other, copies)
         return ours, theirs, plan
 
-    def _thin(self, case: Case, forced: Plan | None) -> bool:
-        return case.m <= MOST_ROWS and forced is None and self.tokens is None
+    def thin(self, case: Case) -> bool:
+        """Whether a case is a thin product's."""
+        return self.gemms.tier == "wgmma" and case.m <= MOST_ROWS and self.tokens is None
 
     def _check(self, case: Case, x: Any, out: Any, out_scale: Any, values: Any, copies: int) -> None:
         torch = self.torch
@@ -250,12 +252,11 @@ def median(values: list[float]) -> float:
 def describe(product: Any) -> str:
     """The tile and the spread of a product."""
     if isinstance(product, ThinProduct):
-        return f"thin R={product.plan.row_groups} blocks={product.plan.blocks}"
+        return "thin"
     variant = product.variant
     if isinstance(variant, MmaGemm):
         return f"T={variant.tokens}"
-    plan = product.plan
-    return f"{cut(plan)} blocks={plan.blocks}"
+    return cut(product.plan)
 
 
 def cut(plan: Plan) -> str:
@@ -288,24 +289,47 @@ def time_tiles(bench: Bench, case: Case, most: int) -> str:
     return f"{case.label} torch {baseline:.1f}us {work / baseline:.0f} | {cuts}"
 
 
-def sources(bench: Bench, wanted: Sequence[Case]) -> list[Source]:
-    """The kernels that the cases need with the plans' own tiles."""
+def sources(bench: Bench, wanted: Sequence[Case], more: int) -> list[Source]:
+    """The kernels that the cases need with the plans' own tiles, and `more` other cuts of each."""
     found: dict[str, Source] = {}
     multiprocessors = bench.gemms.multiprocessors
     for case in wanted:
         row, epilogue = fragment_kind(case.kind), Epilogue("", bench.half)
         assert row is not None
-        if case.m <= MOST_ROWS:
+        if bench.gemms.tier == "wgmma" and case.m <= MOST_ROWS:
             thin = thin_plan(row.name, case.m, case.n, case.k, ThinDevice((9, 0), multiprocessors))
             source = thin_source_of(variant_of(thin, row.name, case.k, epilogue, False, True))
         elif bench.gemms.tier == "mma":
             tokens = mma_tokens(case.m, case.n, multiprocessors)
             source = source_of(MmaGemm(row.name, tokens, epilogue, bench.gemms._memory), overlap=True)
         else:
-            plan = make_plan(case.m, case.n, case.k, row, multiprocessors)
-            source = source_of(WgmmaGemm(row.name, plan.tokens, epilogue, plan.cluster, plan.groups), overlap=True)
+            for plan in likeliest(bench, case, more):
+                source = source_of(WgmmaGemm(row.name, plan.tokens, epilogue, plan.cluster, plan.groups), overlap=True)
+                found[source.name] = source
+            continue
         found[source.name] = source
     return list(found.values())
+
+
+def likeliest(bench: Bench, case: Case, most: int) -> list[Plan]:
+    """The plan of a case, then the next cuts by estimated time, one for each tile and way of cutting."""
+    row = fragment_kind(case.kind)
+    assert row is not None
+    multiprocessors = bench.gemms.multiprocessors
+    chosen = make_plan(case.m, case.n, case.k, row, multiprocessors)
+    plans = [
+        plan
+        for groups, tiles in TILES.items()
+        for tokens in tiles
+        for cluster in ((1, 2) if tokens >= 256 else (1,))
+        for plan in layouts(case.m, case.n, case.k, row, multiprocessors, tokens, cluster, groups)
+        if plan.tokens < 2 * case.m
+    ]
+    found = [chosen]
+    for plan in sorted(plans, key=lambda plan: plan.nanoseconds):
+        if cut(plan) not in map(cut, found):
+            found.append(plan)
+    return found[: 1 + most]
 
 
 def compile_all(wanted: Sequence[Source], target: Target) -> None:
@@ -376,6 +400,7 @@ def first_use() -> list[Row]:
 
 
 def main() -> int:
+    start = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", default=DEFAULT, help='such as "Q4_K,F16:8b,70b:512,2048"')
     parser.add_argument("--tier", choices=["wgmma", "mma"], default="wgmma")
@@ -384,6 +409,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, help="force the tokens of a tile")
     parser.add_argument("--cluster", type=int, help="force the blocks of a cluster")
     parser.add_argument("--tiles", type=int, help="time so many cuts of each case, the likeliest ones")
+    parser.add_argument("--cuts", type=int, default=0, help="time so many other cuts of each case too, for the receipt")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case later than that after the start")
     parser.add_argument("--no-baseline", action="store_true")
     parser.add_argument("--check", action="store_true", help="compare with float64 first")
     parser.add_argument(
@@ -400,40 +427,53 @@ def main() -> int:
         return 0
     wanted = [case for text in arguments.cases for case in cases(text)]
     if arguments.tokens is None and arguments.cluster is None:
-        compile_all(sources(bench, wanted), bench.target)
+        compile_all(sources(bench, wanted, arguments.cuts), bench.target)
+        print("kernels are compiled", flush=True)
     failed = 0
     rows: list[Row] = []
     ratios: dict[tuple[str, int], list[float]] = {}
+    if arguments.first_use:
+        # Beside the measurements: it computes nothing on the device.
+        pool = ThreadPoolExecutor(1)
+        first = pool.submit(first_use)
     for case in wanted:
-        try:
-            ours, theirs, product = bench.measure(case, check=arguments.check, baseline=not arguments.no_baseline)
-        except RuntimeError as error:  # a wrong result or too little memory: the other cases still count
-            print(f"FAILED {case.label}: {error}", flush=True)
-            failed += 1
-            continue
-        work = 2e-12 * case.m * case.n * case.k
-        stored = case.n * case.k * KINDS[case.kind].block_bytes / KINDS[case.kind].block
-        more: dict[str, Any] = {}
-        ratio = float("nan")
-        if theirs:
-            more = {"baseline": "torch.matmul f16", "baseline_value": work / median(theirs)}
-            ratio = median(theirs) / median(ours)
-            ratios.setdefault((case.kind, case.m), []).append(ratio)
-        label = f"{case.label} {arguments.result}"
-        rates = [work / s for s in ours]
-        rows.append(Row.from_samples(label, "TFLOP/s", rates, "cuda", tier=arguments.tier, **more))
-        if case.m <= 64:
-            bandwidth = [stored / s / 1e12 for s in ours]
-            rows.append(Row.from_samples(label, "TB/s of weights", bandwidth, "cuda", tier=arguments.tier))
-        print(
-            f"{label:50} {median(ours) * 1e6:8.1f} us {work / median(ours):5.0f} TFLOP/s  ratio {ratio:5.2f} "
-            f"{stored / median(ours) / 1e12:5.2f} TB/s  {describe(product)}",
-            flush=True,
-        )
+        if time.perf_counter() - start > arguments.seconds:
+            print(f"out of time before {case.label}", flush=True)
+            break
+        tiled = arguments.tier == "wgmma" and not bench.thin(case) and not (arguments.tokens or arguments.cluster)
+        for i, plan in enumerate(likeliest(bench, case, arguments.cuts) if tiled else [None]):
+            try:
+                ours, theirs, product = bench.measure(
+                    case, check=arguments.check, baseline=not arguments.no_baseline, forced=plan
+                )
+            except RuntimeError as error:  # a wrong result or too little memory: the other cases still count
+                print(f"FAILED {case.label}: {error}", flush=True)
+                failed += 1
+                continue
+            work = 2e-12 * case.m * case.n * case.k
+            stored = case.n * case.k * KINDS[case.kind].block_bytes / KINDS[case.kind].block
+            more: dict[str, Any] = {}
+            ratio = float("nan")
+            if theirs:
+                more = {"baseline": "torch.matmul f16", "baseline_value": work / median(theirs)}
+                ratio = median(theirs) / median(ours)
+                if i == 0:
+                    ratios.setdefault((case.kind, case.m), []).append(ratio)
+            label = f"{case.label} {arguments.result} {describe(product)}"
+            rates = [work / s for s in ours]
+            rows.append(Row.from_samples(label, "TFLOP/s", rates, "cuda", tier=arguments.tier, **more))
+            if case.m <= 64:
+                bandwidth = [stored / s / 1e12 for s in ours]
+                rows.append(Row.from_samples(label, "TB/s of weights", bandwidth, "cuda", tier=arguments.tier))
+            print(
+                f"{label:60} {median(ours) * 1e6:8.1f} us {work / median(ours):5.0f} TFLOP/s  ratio {ratio:5.2f} "
+                f"{stored / median(ours) / 1e12:5.2f} TB/s",
+                flush=True,
+            )
     for (kind, m), values in sorted(ratios.items()):
         print(f"{kind} M={m}: ratio least {min(values):.2f}, geometric mean {math.exp(np.log(values).mean()):.2f}")
     if arguments.first_use:
-        rows += first_use()
+        rows += first.result()
     if arguments.receipt:
         import torch
 
