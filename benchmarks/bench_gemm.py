@@ -473,7 +473,11 @@ def main() -> int:
     for (kind, m), values in sorted(ratios.items()):
         print(f"{kind} M={m}: ratio least {min(values):.2f}, geometric mean {math.exp(np.log(values).mean()):.2f}")
     if arguments.first_use:
-        rows += first.result()
+        try:
+            rows += first.result()
+        except subprocess.CalledProcessError as error:
+            print(f"FAILED first use: {error.stderr}", flush=True)
+            failed += 1
     if arguments.receipt:
         import torch
 
