@@ -130,7 +130,7 @@ def measure_gpu(runs: int) -> list[Row]:
     samples = [whole() for _ in range(runs)]
     rows = [_shown(Row.from_samples(f"{MODEL} process start to first token", "s", samples, "cuda"))]
     parts: dict[str, list[float]] = {}
-    for _ in range(runs + 1):
+    for _ in range(runs // 2 + 2):  # one to begin with
         for part, seconds in _parts().items():
             parts.setdefault(part, []).append(seconds)
     rows += [_shown(Row.from_samples(f"of that: {part}", "s", taken[1:], "cuda")) for part, taken in parts.items()]
