@@ -91,6 +91,35 @@ def test_it_is_what_single_steps_make(tier: str, layers: Sequence[Layer], pinned
     same(cache, twin)
 
 
+def test_in_the_invariant_mode_too():
+    """With the kernels for many rows, and each layer looked at by itself."""
+    good, backend = (CudaBackend(OTHERS, tensor_device(invariant=True)) for _ in range(2))
+    cache, twin = new_cache(backend, OTHERS, 9), new_cache(good, OTHERS, 9)
+    want, token = one_by_one(good, OTHERS, twin, 3, 9), 3
+    for n in (1, 4, 4):
+        run = ahead(backend, OTHERS, cache, token, n)
+        cache.push(run.kv_rows)
+        assert run.tokens.tolist() == want[:n]
+        token, want = want[n - 1], want[n:]
+    same(cache, twin)
+
+
+def test_other_caches_and_larger_ones_use_the_same_launches():
+    """A program is made once: its K/V rows may lie anywhere, and lie elsewhere when a cache has grown."""
+    backend = CudaBackend(PLAIN, tensor_device())
+    good = CudaBackend(PLAIN, tensor_device())
+    for positions in (4, 250, 9):
+        cache, twin = new_cache(backend, PLAIN, positions), new_cache(good, PLAIN, positions)
+        token = 3
+        for _ in range(4):  # past position 256, where the rows move on the device
+            run = ahead(backend, PLAIN, cache, token, 5)
+            cache.push(run.kv_rows)
+            assert run.tokens.tolist() == one_by_one(good, PLAIN, twin, token, 5)
+            token = int(run.tokens[-1])
+        same(cache, twin)
+    assert backend.device.runtime.calls.count("graph") == 1
+
+
 def test_more_than_there_is_room_for_is_answered_in_part():
     backend = CudaBackend(PLAIN, tensor_device())
     cache = new_cache(backend, PLAIN)
