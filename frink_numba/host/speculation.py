@@ -23,14 +23,13 @@ import numpy as np
 from frink_numba.errors import SettingError
 from frink_numba.host.integers import checked_integer
 from frink_numba.host.sampling import Sampling, check_logits, most_likely
-from frink_numba.host.token_source import MOST_AHEAD
 
 if TYPE_CHECKING:
     from frink_numba.host.decoder import Decoder
     from frink_numba.host.kv_cache import KVCache
 
 MOST_DRAFTED = 63  # tokens of a draft
-_AHEAD = 4  # tokens that a backend may go ahead behind a draft, then twice as many each time until there is another
+_AHEAD = 8  # tokens that a backend may go ahead where there is no draft: then the next one may have come
 _LONGEST = 3  # tokens that a draft's origin must have in common with the text's end, then fewer
 
 # How many tokens of a draft must have agreed of late, on average, for drafts of this kind to be worth a wider step.
@@ -81,7 +80,6 @@ class Speculative:
         self._lookup = Lookup()
         self._agreed = [2.0 * _WORTH_IT] * _LONGEST  # tokens of late, by what the draft had in common with the end
         self._exact = 0  # positions of the cache whose rows are, to the bit, those of one token a step
-        self._ahead = _AHEAD
         self._rounding = 0.0  # of the rows behind those
         self._expected = -1  # positions of the cache when the tokens that were answered are handed out
         self.steps = self.drafted = self.accepted = self.repeated = 0
@@ -100,10 +98,8 @@ class Speculative:
         if draft:
             chosen = self._verify(tokens, draft, rounding)
             self._count(length, len(draft), len(chosen) - 1)
-            self._ahead = _AHEAD
         elif exact:
-            chosen = self._decoder.decode_ahead(tokens[-1], self._cache, min(most, self._ahead), stage=True)
-            self._ahead = min(2 * len(chosen), MOST_AHEAD)
+            chosen = self._decoder.decode_ahead(tokens[-1], self._cache, min(most, _AHEAD), stage=True)
         else:
             chosen = self._verify(tokens, [], rounding)
         if exact and not (draft and rounding):
