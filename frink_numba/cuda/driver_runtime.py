@@ -170,8 +170,13 @@ class DriverRuntime:
         """A driver call from whichever thread drops the last reference; a lost device or a forked child makes none."""
         if self._abandoned or self._process != os.getpid():
             return
-        self._driver.cuCtxPushCurrent(self._context)
+        driver = self._driver
+        driver.cuCtxPushCurrent(self._context)
+        # The collector may come by while this thread captures launches, where freeing is forbidden unless asked for.
+        relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        _, mode = driver.cuThreadExchangeStreamCaptureMode(relaxed)
         try:
-            getattr(self._driver, function)(*arguments)  # what it answers would help nobody
+            getattr(driver, function)(*arguments)  # what it answers would help nobody
         finally:
-            self._driver.cuCtxPopCurrent()
+            driver.cuThreadExchangeStreamCaptureMode(mode)
+            driver.cuCtxPopCurrent()

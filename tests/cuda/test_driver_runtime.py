@@ -35,11 +35,13 @@ class Recorder:
     CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
     CUmemorytype = SimpleNamespace(CU_MEMORYTYPE_DEVICE="device", CU_MEMORYTYPE_HOST="host")
     CUDA_MEMCPY2D = SimpleNamespace
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED="relaxed")
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.fail: str | None = None
         self.depth = 0  # contexts pushed
+        self.mode = "strict"  # of captures, for the thread
         self.kept: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -56,6 +58,11 @@ class Recorder:
             if name in ("cuMemAlloc", "cuMemHostAlloc"):
                 self.kept.append(ctypes.create_string_buffer(arguments[0]))
                 return Status(0), ctypes.addressof(self.kept[-1])
+            if name == "cuThreadExchangeStreamCaptureMode":
+                before, self.mode = self.mode, arguments[0]
+                return Status(0), before
+            if name in ("cuMemFree", "cuMemFreeHost"):
+                assert self.mode == "relaxed", "a capture of this thread would fail"
             if name == "cuMemGetInfo":
                 return Status(0), 5, 9
             return (Status(0), ANSWERS[name]) if name in ANSWERS else (Status(0),)
@@ -108,6 +115,7 @@ def test_memory_is_given_back_with_its_last_reference(driver: Recorder) -> None:
     assert driver.named("cuMemFree") == [(freed,)]
     assert driver.named("cuStreamDestroy") == [(31,)]
     assert driver.named("cuEventDestroy") == [(41,)]
+    assert driver.mode == "strict"
 
 
 @pytest.mark.parametrize("lost", ["abandoned", "forked"])
