@@ -28,7 +28,7 @@ from frink_numba.kernels.cubins import Source
 from frink_numba.kernels.gemm import DeviceWeights, HalfRows
 from frink_numba.kernels.gemm_epilogue import GATES, Epilogue
 from frink_numba.kernels.launch import KernelShelf, Launch, LoadedKernel
-from frink_numba.kernels.thin_gemm_kernel import MOST_NORM_COLUMNS, NORM_THREADS, ThinGemm
+from frink_numba.kernels.thin_gemm_kernel import MOST_NORM_COLUMNS, THREADS, ThinGemm
 from frink_numba.kernels.thin_gemm_plan import MOST_ROWS, ThinDevice, ThinPlan, sums_bytes, thin_plan
 
 
@@ -59,12 +59,12 @@ class ThinGemms:
         gate: str = "",
         half: bool = False,
         norm: bool = False,
-        cut: tuple[int, int] | None = None,
+        row_groups: int | None = None,
     ) -> ThinProduct:
         """The product of `m` rows (1..16) with such weights.
 
         gate: as in Epilogue, for a gated pack; half: f16 result with powers of two, else float32; norm: the operand is
-        a NormRows (RMS norm fused), else a HalfRows. cut: R and P of `thin_gemm_plan.py` (tests and benchmarks).
+        a NormRows (RMS norm fused), else a HalfRows. row_groups forces the cut (tests and benchmarks).
         """
         if not 1 <= m <= MOST_ROWS:
             raise ShapeError(f"a thin product has 1 to {MOST_ROWS} rows, got {m}")
@@ -74,7 +74,7 @@ class ThinGemms:
             raise ShapeError(
                 f"a fused norm takes rows of at most {MOST_NORM_COLUMNS} columns, got {weights.cols}: normalize first"
             )
-        plan = thin_plan(weights.kind, m, weights.rows, weights.cols, self.device, cut)
+        plan = thin_plan(weights.kind, m, weights.rows, weights.cols, self.device, row_groups)
         variant = variant_of(plan, weights.kind, weights.cols, Epilogue(gate, half), norm, self._shelf.overlap)
         kernel = self._kernel(variant, variant.shared(m, plan))
         return ThinProduct(m, weights.outputs, weights.cols, kernel, variant, plan)
@@ -91,14 +91,15 @@ class ThinGemms:
 def variant_of(plan: ThinPlan, kind: str, cols: int, epilogue: Epilogue, norm: bool, overlap: bool) -> ThinGemm:
     """What has to be compiled for a plan."""
     columns = -(-cols // 64) * 64
-    vectors = -(-columns // (4 * NORM_THREADS)) if norm else 0
-    cut = (plan.tokens, plan.row_groups, plan.k_groups, plan.slots)
-    return ThinGemm(kind, *cut, epilogue, vectors, overlap, plan.parts > 1)
+    vectors = -(-columns // (4 * THREADS)) if norm else 0
+    pieces = 1 if norm else min(8, -(-plan.part_columns // (8 * THREADS))) if plan.tokens == 1 else 8
+    cut = (plan.tokens, plan.row_groups, plan.slots)
+    return ThinGemm(kind, *cut, epilogue, vectors, pieces, overlap, plan.parts > 1)
 
 
 def source_of(variant: ThinGemm) -> Source:
     """What to compile for a variant: two launches share a multiprocessor."""
-    return Source(f"thin_gemm {variant!r}", functools.partial(thin_gemm_kernel.build, variant), variant.threads, 2)
+    return Source(f"thin_gemm {variant!r}", functools.partial(thin_gemm_kernel.build, variant), THREADS, 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from typing import Any
 from frink_numba.kernels.gemm_epilogue import PLAIN, Epilogue
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, FragmentKind
 from frink_numba.kernels.thin_gemm_plan import (
-    NORM_WARPS,
+    WARPS,
     ThinPlan,
     fixed_bytes,
     item_bytes,
@@ -32,7 +32,7 @@ from frink_numba.kernels.thin_gemm_plan import (
     x_bytes,
 )
 
-NORM_THREADS = 32 * NORM_WARPS
+THREADS = 32 * WARPS
 MOST_NORM_COLUMNS = 8192
 
 ARGUMENTS = (
@@ -68,18 +68,18 @@ ARGUMENTS = (
 class ThinGemm:
     """One compiled variant.
 
-    tokens: 1, 8 or 16, the most rows of x; row_groups, k_groups: quarters of a unit, and warps that share K; slots:
-    items of a warp's ring; norm: vectors of four columns that a thread normalizes, 0 for f16 operands; overlap: see
-    launch.py; parts: whether x comes in parts.
+    tokens: 1, 8 or 16, the most rows of x; row_groups: quarters of a unit; slots: items of a warp's ring; norm: vectors
+    of four columns that a thread normalizes, 0 for f16 operands; pieces: 16 bytes of f16 operands that a thread has on
+    their way at a time; overlap: see launch.py; parts: whether x comes in parts.
     """
 
     kind: str
     tokens: int
     row_groups: int
-    k_groups: int
     slots: int
     epilogue: Epilogue = PLAIN
     norm: int = 0
+    pieces: int = 8
     overlap: bool = True
     parts: bool = False
 
@@ -87,17 +87,9 @@ class ThinGemm:
     def row(self) -> FragmentKind:
         return FRAGMENT_KINDS[self.kind]
 
-    @property
-    def warps(self) -> int:
-        return self.row_groups * self.k_groups
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
     def shared(self, m: int, plan: ThinPlan) -> int:
         """Bytes of shared memory with m rows of x."""
-        return fixed_bytes(self.kind, self.tokens, self.warps, self.slots) + m * x_bytes(self.kind, plan.part_columns)
+        return fixed_bytes(self.kind, self.tokens, self.slots) + m * x_bytes(self.kind, plan.part_columns)
 
 
 @functools.cache
@@ -123,27 +115,26 @@ def build(gemm: ThinGemm) -> Any:
     )
     from frink_numba.kernels.thin_gemm_rows import copy_rows, norm_facts, norm_ops, out_power
 
-    kind, T, R, P, WARPS, THREADS = gemm.row, gemm.tokens, gemm.row_groups, gemm.k_groups, gemm.warps, gemm.threads
+    kind, T, R, P, PIECES = gemm.row, gemm.tokens, gemm.row_groups, WARPS // gemm.row_groups, gemm.pieces
+    SHIFT = R.bit_length() - 1
     SLOTS, STEPS, COLUMNS = gemm.slots, item_steps(gemm.row), sum_columns(gemm.kind)
     ITEM, RECORD, PER_RECORD = item_bytes(gemm.kind), kind.record_size, kind.group_steps
     ITEM_SUMS = 256 * STEPS // COLUMNS if COLUMNS else 0  # bytes of a row's sums of an item: 4 a block
     ROOM, OVERLAP, NORM, IN_PARTS = partial_room(T), gemm.overlap, gemm.norm > 0, gemm.parts
-    PIECES = 8 if WARPS <= 8 else 4  # of 16 bytes that a thread has on their way to shared memory
     AHEAD = T > 1 and gemm.norm <= 4  # registers for two more rows
     HALF, GATED = gemm.epilogue.half, bool(gemm.epilogue.gate)
-    PARTIAL_AT = SLOTS * ring_slot(gemm.kind, WARPS)
+    PARTIAL_AT = SLOTS * ring_slot(gemm.kind)
     SCALES_AT = PARTIAL_AT + 2 * WARPS * ROOM  # of each row: scale, norm, and with a fused norm 1 / rms and 1 / scale
     X_AT = SCALES_AT + 16 * 16
 
     fetch, multiply = fetch_item(gemm.kind), multiply_item(gemm.kind, T)
-    put_partial, add_partials = partial_ops(gemm.kind, T, R, P)
+    put_partial, add_partials = partial_ops(gemm.kind, T, R)
     store, copy = store_quarter(gemm.epilogue, T), copy_rows(THREADS, COLUMNS, PIECES)
-    load_row, measure, convert = norm_ops(max(1, gemm.norm), NORM_THREADS, COLUMNS)
-    facts, power, values_of = norm_facts(NORM_WARPS), out_power(), token_values(T)
+    load_row, measure, convert = norm_ops(max(1, gemm.norm), THREADS, COLUMNS)
+    facts, power, values_of = norm_facts(WARPS), out_power(), token_values(T)
     no_sums = zeros(acc_registers(gemm.kind, T))
     arrived = copies_pending(SLOTS - 1)
     commit = instruction("cp.async.commit_group;", None)
-    normed = instruction(f"bar.sync 1, {NORM_THREADS};", None)
     store_pair = instruction("st.shared.v2.f32 [$0], {$1,$2};", None, "u32", "f32", "f32")
     load4 = instruction("ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", "f32x4", "u32")
     load_pair = instruction("ld.shared.v2.f32 {$0,$1}, [$2];", "f32x2", "u32")
@@ -168,8 +159,8 @@ def build(gemm: ThinGemm) -> Any:
         slab_bytes = u64(steps >> u32(PER_RECORD >> 1)) * u64(RECORD)
         items = u32(u32(steps + u32(STEPS - 1)) // u32(STEPS))
         last_quarter = u32(quarters - u32(1))  # the last unit may be wider than W
-        own = u32(warp // u32(R))
-        group = u32(warp - own * u32(R))
+        own = warp >> u32(SHIFT)
+        group = warp & u32(R - 1)
         place = warp & u32(3)
         ring = u32(base + (warp >> u32(2)) * u32(SLOTS * ITEM))
         ring_end = u32(ring + u32(SLOTS * ITEM))
@@ -208,48 +199,45 @@ def build(gemm: ThinGemm) -> Any:
         pieces = u32(part_columns >> u32(3))
         total_pieces = u32(pieces * m)
         if NORM:
-            if thread < u32(NORM_THREADS):
-                norm_weight = load_row(x_scale, thread, cols)
-                if OVERLAP:
-                    wait_for_predecessors()
-                # Rows are on their way while others are measured.
-                values = load_row(x, thread, cols)
-                ahead = values
-                later = values
-                if AHEAD:
-                    ahead = load_row(x + u64(min(u32(1), u32(m - u32(1)))) * row_length, thread, cols)
-                for r in range(m):
-                    if AHEAD:
-                        later = load_row(x + u64(min(u32(u32(r) + u32(2)), u32(m - u32(1)))) * row_length, thread, cols)
-                    elif r > 0:
-                        values = load_row(x + u64(r) * row_length, thread, cols)
-                    total, weighted, top = measure(values, norm_weight)
-                    if lane == 0:
-                        store4(sums_at + u32(u32(r) * u32(NORM_WARPS) + warp) * u32(16), total, weighted, top, top)
-                    if AHEAD:
-                        values = ahead
-                        ahead = later
-                normed()
-                if AHEAD:
-                    values = load_row(x, thread, cols)
-                    ahead = load_row(x + u64(min(u32(1), u32(m - u32(1)))) * row_length, thread, cols)
-                for r in range(m):
-                    if AHEAD:
-                        later = load_row(x + u64(min(u32(u32(r) + u32(2)), u32(m - u32(1)))) * row_length, thread, cols)
-                    elif T > 1:
-                        values = load_row(x + u64(r) * row_length, thread, cols)
-                    rms, norm, inverse_scale, scale = facts(u32(sums_at + u32(r) * u32(16 * NORM_WARPS)), cols, eps)
-                    convert(
-                        values, norm_weight, rms, inverse_scale, thread, u32(0), part_columns,
-                        u32(x_at + u32(r) * x_row), u32(x_sums + u32(r) * sums_row),
-                    )  # fmt: skip
-                    if thread == 0:
-                        store4(scales + u32(r) * u32(16), scale, norm, rms, inverse_scale)
-                    if AHEAD:
-                        values = ahead
-                        ahead = later
-            elif OVERLAP:
+            norm_weight = load_row(x_scale, thread, cols)
+            if OVERLAP:
                 wait_for_predecessors()
+            # Rows are on their way while others are measured.
+            values = load_row(x, thread, cols)
+            ahead = values
+            later = values
+            if AHEAD:
+                ahead = load_row(x + u64(min(u32(1), u32(m - u32(1)))) * row_length, thread, cols)
+            for r in range(m):
+                if AHEAD:
+                    later = load_row(x + u64(min(u32(u32(r) + u32(2)), u32(m - u32(1)))) * row_length, thread, cols)
+                elif r > 0:
+                    values = load_row(x + u64(r) * row_length, thread, cols)
+                total, weighted, top = measure(values, norm_weight)
+                if lane == 0:
+                    store4(sums_at + u32(u32(r) * u32(WARPS) + warp) * u32(16), total, weighted, top, top)
+                if AHEAD:
+                    values = ahead
+                    ahead = later
+            cuda.syncthreads()
+            if AHEAD:
+                values = load_row(x, thread, cols)
+                ahead = load_row(x + u64(min(u32(1), u32(m - u32(1)))) * row_length, thread, cols)
+            for r in range(m):
+                if AHEAD:
+                    later = load_row(x + u64(min(u32(u32(r) + u32(2)), u32(m - u32(1)))) * row_length, thread, cols)
+                elif T > 1:
+                    values = load_row(x + u64(r) * row_length, thread, cols)
+                rms, norm, inverse_scale, scale = facts(u32(sums_at + u32(r) * u32(16 * WARPS)), cols, eps)
+                convert(
+                    values, norm_weight, rms, inverse_scale, thread, u32(0), part_columns,
+                    u32(x_at + u32(r) * x_row), u32(x_sums + u32(r) * sums_row),
+                )  # fmt: skip
+                if thread == 0:
+                    store4(scales + u32(r) * u32(16), scale, norm, rms, inverse_scale)
+                if AHEAD:
+                    values = ahead
+                    ahead = later
         else:
             if OVERLAP:
                 wait_for_predecessors()
@@ -313,16 +301,15 @@ def build(gemm: ThinGemm) -> Any:
                         first_column = u32(first_item * u32(64 * STEPS))
                         cuda.syncthreads()
                         if NORM:
-                            if thread < u32(NORM_THREADS):
-                                norm_weight = load_row(x_scale, thread, cols)
-                                for r in range(m):
-                                    values = load_row(x + u64(r) * row_length, thread, cols)
-                                    known = load4(scales + u32(r) * u32(16))
-                                    convert(
-                                        values, norm_weight, known[2], known[3], thread, first_column,
-                                        u32(first_column + part_columns), u32(x_at + u32(r) * x_row),
-                                        u32(x_sums + u32(r) * sums_row),
-                                    )  # fmt: skip
+                            norm_weight = load_row(x_scale, thread, cols)
+                            for r in range(m):
+                                values = load_row(x + u64(r) * row_length, thread, cols)
+                                known = load4(scales + u32(r) * u32(16))
+                                convert(
+                                    values, norm_weight, known[2], known[3], thread, first_column,
+                                    u32(first_column + part_columns), u32(x_at + u32(r) * x_row),
+                                    u32(x_sums + u32(r) * sums_row),
+                                )  # fmt: skip
                         else:
                             first = u32(thread)
                             while u32(first - lane) < total_pieces:
@@ -378,9 +365,7 @@ def build(gemm: ThinGemm) -> Any:
                         sum_quarter, lane, out, m, outputs, pitch, add,
                     )  # fmt: skip
             # Others add the next unit's sums.
-            turn = u32(turn + u32(WARPS - R))
-            if turn >= u32(WARPS):
-                turn = u32(turn - u32(WARPS))
+            turn = u32(turn + u32(WARPS - R)) & u32(WARPS - 1)
             buffer = u32(u32(WARPS * ROOM) - buffer)
             unit = u32(unit + stride)
 

@@ -16,7 +16,7 @@ from frink_numba.kernels.gemm_epilogue import Epilogue
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, SLAB, THREADS, half_bits
 from frink_numba.kernels.gemm_store import out_scales
 from frink_numba.kernels.ptx import Emitter, Register, emitted
-from frink_numba.kernels.thin_gemm_plan import item_steps, partial_room, sum_registers
+from frink_numba.kernels.thin_gemm_plan import WARPS, item_steps, partial_room, sum_registers
 from frink_numba.kernels.thin_gemm_scales import SCHEMES
 
 _HEADER_REGIONS = {"Q3_K": (2, 4, 4, 4)}  # bytes a row of each region of a header; else the header is one region
@@ -30,7 +30,7 @@ class ThinMachine(PtxMachine):
         template = "{\n.reg .b16 a, b;\nmov.b32 {a, b}, $2;\ncvt.f32.f16 $0, a;\ncvt.f32.f16 $1, b;\n}"
         return self.e.asm(template, "f32x2", [word], pure=True)
 
-    def low(self, word: Register) -> Register:
+    def lower(self, word: Register) -> Register:
         """The lower f16 number of a word."""
         template = "{\n.reg .b16 a, b;\nmov.b32 {a, b}, $1;\ncvt.f32.f16 $0, a;\n}"
         return self.e.asm(template, "f32", [word], pure=True)
@@ -214,7 +214,7 @@ def multiply_item(name: str, tokens: int) -> Any:
         def scaled_sums(out: list[Any], base: Register, step: int) -> list[Any]:
             """The operands are codes; each block's sum is scaled."""
             assert scheme is not None
-            codes = kind.codes(machine, base, thread)
+            codes = [register for block in kind.codes(machine, base, thread) for register in block]
             scales = scheme.scales(machine, base, row, step % kind.group_steps, header)
             for pair in range(2):
                 for tile, b in enumerate(product.columns(128 * step + 64 * pair)):
@@ -284,7 +284,7 @@ def multiply_item(name: str, tokens: int) -> Any:
 
 
 @functools.cache
-def partial_ops(name: str, tokens: int, row_groups: int, k_groups: int) -> tuple[Any, Any]:
+def partial_ops(name: str, tokens: int, row_groups: int) -> tuple[Any, Any]:
     """(put(acc, address, lane), add_up(address) -> sums): a warp's sums in shared memory.
 
     `address`: where the lane's sums lie in the warp's room, and in that of a row group's first warp. Parts are added in
@@ -313,12 +313,12 @@ def partial_ops(name: str, tokens: int, row_groups: int, k_groups: int) -> tuple
         out: list[Register] = []
         for k in range(0, size, width):
             parts = []
-            for part in range(k_groups):
+            for part in range(WARPS // row_groups):
                 at = address + (128 * k + part * row_groups * room)
                 parts.append(e.asm(f"ld.shared.v{width}.f32 {{{names}}}, [${width}];", f"f32x{width}", [at]))
             while len(parts) > 1:
-                pairs = zip(parts[::2], parts[1::2], strict=False)
-                parts = [[a + b for a, b in zip(p, q, strict=True)] for p, q in pairs] + parts[len(parts) & ~1 :]
+                pairs = zip(parts[::2], parts[1::2], strict=True)
+                parts = [[a + b for a, b in zip(p, q, strict=True)] for p, q in pairs]
             out += parts[0]
         return out
 

@@ -1,8 +1,8 @@
 """How a thin product is cut: rows of W over blocks and warps, K over the warps of a block.
 
-A *quarter* is 16 rows of W, the height of one `mma`. A block works on a *unit* of R quarters with R * P warps: R side
-by side, P that share K's *items* in turns. An item is what a warp fetches at a time: a record of 256 columns, or one or
-two steps of 64 where the kind has no super-blocks. Blocks take units in turns.
+A *quarter* is 16 rows of W, the height of one `mma`. A block of 8 warps works on a *unit* of R quarters: R warps side
+by side, P = 8 / R that share K's *items* in turns. An item is what a warp fetches at a time: a record of 256 columns,
+or one or two steps of 64 where the kind has no super-blocks. Blocks take units in turns.
 
 P follows from the weights alone, whatever the number of rows of x, and each sum is made by the same operations in the
 same order: a row's result does not depend, to the bit, on how many other rows a launch has.
@@ -16,9 +16,7 @@ from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, STEP, FragmentKind
 from frink_numba.kernels.thin_gemm_scales import SCHEMES
 
 MOST_ROWS = 16  # rows of x
-WARPS = 8  # of a block, which keep a multiprocessor busy; with one row of x sometimes half as many again
-NORM_WARPS = 8  # warps that share the norm of a row
-_CUTS = ((1, 8), (2, 4), (4, 2), (8, 1), (3, 4), (6, 2), (12, 1))  # R and P
+WARPS = 8  # of a block: they keep a multiprocessor busy
 _MOST_SLOTS = 8
 _UNIT_COST = 0.8  # what a unit costs beside its items, in items: sums of warps are added up
 
@@ -56,9 +54,9 @@ def item_bytes(name: str) -> int:
     return kind.header_size + item_steps(kind) * kind.step_size
 
 
-def ring_slot(name: str, warps: int) -> int:
+def ring_slot(name: str) -> int:
     """Bytes of one slot of all warps."""
-    return -(-warps // 4) * item_bytes(name)
+    return WARPS // 4 * item_bytes(name)
 
 
 def row_bytes(part_columns: int) -> int:
@@ -81,9 +79,9 @@ def sums_bytes(name: str, part_columns: int) -> int:
     return (pieces | 1) * 16
 
 
-def fixed_bytes(name: str, tokens: int, warps: int, slots: int) -> int:
+def fixed_bytes(name: str, tokens: int, slots: int) -> int:
     """Bytes of shared memory beside x: rings; sums of all warps twice; what is known of each row."""
-    return slots * ring_slot(name, warps) + 2 * warps * partial_room(tokens) + 16 * MOST_ROWS
+    return slots * ring_slot(name) + 2 * WARPS * partial_room(tokens) + 16 * MOST_ROWS
 
 
 def x_bytes(name: str, part_columns: int) -> int:
@@ -108,7 +106,7 @@ def token_class(m: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ThinPlan:
-    """tokens: 1, 8 or 16, the most rows of x. row_groups: R; k_groups: P. slots: items of a warp's ring.
+    """tokens: 1, 8 or 16, the most rows of x. row_groups: R. slots: items of a warp's ring.
 
     blocks: where launches overlap, one a multiprocessor even if there are fewer units. Else the next launch finds twice
     as much room on some multiprocessors as on others, puts two blocks there, and takes twice as long. Those without a
@@ -119,7 +117,6 @@ class ThinPlan:
 
     tokens: int
     row_groups: int
-    k_groups: int
     units: int
     blocks: int
     parts: int
@@ -128,44 +125,36 @@ class ThinPlan:
     slots: int
 
     @property
-    def warps(self) -> int:
-        return self.row_groups * self.k_groups
+    def k_groups(self) -> int:
+        """P: what the order of a sum depends on."""
+        return WARPS // self.row_groups
 
 
-def cut(rows: int, items: int, multiprocessors: int, most_warps: int) -> tuple[int, int]:
-    """(R, P) for one row of x: the cut whose busiest multiprocessor is done first."""
+def _fastest(rows: int, items: int, multiprocessors: int) -> int:
+    """R: the cut whose busiest multiprocessor is done first."""
     quarters = -(-rows // 16)
 
-    def cost(choice: tuple[int, int]) -> tuple[float, int]:
-        groups, k_groups = choice
+    def cost(groups: int) -> tuple[float, int]:
         rounds = -(-quarters // (groups * multiprocessors))
-        return rounds * (-(-items // k_groups) * groups * k_groups / WARPS + _UNIT_COST), groups * k_groups
+        return rounds * (-(-items * groups // WARPS) + _UNIT_COST), groups
 
-    return min((choice for choice in _CUTS if choice[0] * choice[1] <= most_warps), key=cost)
+    return min((1, 2, 4, 8), key=cost)
 
 
-def thin_plan(
-    name: str, m: int, rows: int, cols: int, device: ThinDevice, forced: tuple[int, int] | None = None
-) -> ThinPlan:
-    """The cut of y[m, rows] = x[m, cols] W^T. `forced`: R and P (tests and benchmarks)."""
+def thin_plan(name: str, m: int, rows: int, cols: int, device: ThinDevice, row_groups: int | None = None) -> ThinPlan:
+    """The cut of y[m, rows] = x[m, cols] W^T. `row_groups` forces R (tests and benchmarks)."""
     steps_per_item = item_steps(FRAGMENT_KINDS[name])
     item_columns = STEP * steps_per_item
     steps = -(-cols // STEP)
     items = -(-steps // steps_per_item)
     tokens = token_class(m)
-    # More warps where they leave room for the next launch, with one row of x.
-    most_warps = WARPS * 3 // 2
-    if fixed_bytes(name, 1, most_warps, 2) + x_bytes(name, steps * STEP) > device.shared_share:
-        most_warps = WARPS
-    groups, k_groups = forced or cut(rows, items, device.multiprocessors, most_warps)
-    if m > 1:
-        groups = WARPS // k_groups
-    warps = groups * k_groups
+    groups = row_groups or _fastest(rows, items, device.multiprocessors)
+    k_groups = WARPS // groups
     quarters = -(-rows // 16)
     units = -(-quarters // groups)
 
     def size(columns: int, slots: int) -> int:
-        return fixed_bytes(name, tokens, warps, slots) + m * x_bytes(name, columns)
+        return fixed_bytes(name, tokens, slots) + m * x_bytes(name, columns)
 
     # All of x where it fits, else parts in which all warps have equally many items.
     columns, parts = steps * STEP, 1
@@ -177,7 +166,7 @@ def thin_plan(
     parts = -(-steps * STEP // columns)
     # Half of a multiprocessor where that is enough, for the next launch's sake.
     limit = device.shared_share if size(columns, 2) <= device.shared_share else device.block_shared
-    slots = max(2, min(_MOST_SLOTS, (limit - size(columns, 0)) // ring_slot(name, warps)))
+    slots = max(2, min(_MOST_SLOTS, (limit - size(columns, 0)) // ring_slot(name)))
     blocks = device.multiprocessors if device.capability >= (9, 0) else min(units, device.multiprocessors)
     part_items = -(-columns // item_columns)
-    return ThinPlan(tokens, groups, k_groups, units, blocks, parts, part_items, columns, slots)
+    return ThinPlan(tokens, groups, units, blocks, parts, part_items, columns, slots)

@@ -139,7 +139,7 @@ def _offsets_q6(m: Any, slot: Any, row: Any, t: Any, header: Sequence[Any]) -> l
 
 
 def _outer_d(m: Any, header: Sequence[Any]) -> Pair:
-    return m.low(header[0]), m.low(header[1])
+    return m.lower(header[0]), m.lower(header[1])
 
 
 _Q6_K = ThinScheme(

@@ -40,7 +40,7 @@ def run_thin(
     eps: float = 1e-5,
     bias: np.ndarray | None = None,
     add_to: np.ndarray | None = None,
-    cut: tuple[int, int] | None = None,
+    row_groups: int | None = None,
     runs: int = 1,
     device: Device | None = None,
 ) -> Ran:
@@ -57,7 +57,7 @@ def run_thin(
         device.place(padded) if bias is not None else 0,
         float(np.abs(bias).max()) if bias is not None else 0.0,
     )
-    product = thins.product(weights, m, gate=gate, half=half, norm=norm is not None, cut=cut)
+    product = thins.product(weights, m, gate=gate, half=half, norm=norm is not None, row_groups=row_groups)
     arrays: list[Any] = [np.ascontiguousarray(x), norm] if norm is not None else list(half_operand(x))
     kept = [device.place(a) for a in arrays]
     rows = NormRows(kept[0], kept[1], eps) if norm is not None else HalfRows(*kept)
