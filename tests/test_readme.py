@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -102,15 +103,23 @@ def test_missing_marks_are_an_error() -> None:
 
 
 def test_the_python_lines_run_as_written(smollm2_path: Path) -> None:
-    """The README's one Python block: five lines load, prefill and generate; a fresh process runs them."""
+    """The README's Python blocks, one behind the other: load, prefill, generate, then texts at once; a fresh process."""
     blocks = re.findall(r"```python\n(.*?)```", _README, re.DOTALL)
-    assert len(blocks) == 1
+    assert len(blocks) == 2
     check = "\nassert logits.shape == (5, model.vocab_size) and logits.dtype == 'float32', logits.shape"
     done = subprocess.run(
-        [sys.executable, "-c", blocks[0] + check], cwd=_ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", blocks[0] + check + "\n" + blocks[1]],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
+    answers = ast.literal_eval(done.stdout.splitlines()[-1])
+    assert len(answers) == 2
+    assert all(len(answer) > 5 for answer in answers)
 
 
 def test_links_lead_to_files() -> None:
