@@ -139,9 +139,14 @@ class CudaBackend:
         return self._serve if reason is None else Decline(reason, passing=True)
 
     def few_rows(self, step: Step) -> tuple[int, float]:
-        """See `Backend`: the same bits, where the step ends with logits that the device makes."""
+        """See `Backend`: the same bits, where the step ends with logits that the device makes.
+
+        Rows of a float16 cache come back from the host with the next step, and not within one.
+        """
         edges = step.edges
         if edges is None or self.device.bank.find(edges, self._holder) is None:
+            return 1, 0.0
+        if any(cache.prefix()[0].dtype != np.float32 for cache in step.caches[:1]):
             return 1, 0.0
         if self._few_rows is None or self._few_rows[0] is not edges:
             self._few_rows = edges, self.device.body.few_rows(self._layers, edges)

@@ -54,8 +54,14 @@ class HostBackend:
         return self._store.invariant
 
     def few_rows(self, step: Step) -> tuple[int, float]:
-        """See `Backend`: as many as products take at a time, float32 sums in other orders than those of one row."""
-        return (WIDTH - step.start_pos % WIDTH, 0.0) if self.invariant else (FEW, ROUNDING)
+        """See `Backend`: as many as products take at a time, float32 sums in other orders than those of one row.
+
+        Rows of a float16 cache may then be another float16 number, whose distance no such bound covers.
+        """
+        if self.invariant:
+            return WIDTH - step.start_pos % WIDTH, 0.0
+        halves = any(cache.prefix()[0].dtype != np.float32 for cache in step.caches[:1])
+        return (1, 0.0) if halves else (FEW, ROUNDING)
 
     def can_serve(self, l: int, step: Step) -> Serve | Decline:  # noqa: E741
         """Serve, or the reason that the layer, the batch or its cache gives."""

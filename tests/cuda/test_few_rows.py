@@ -69,6 +69,10 @@ def test_drafts_change_no_answer(tier: str, most: int, tmp_path, monkeypatch: py
     path = write(text_content(), tmp_path / "m.gguf")
     with load(path) as model, Decoder(model, "cuda,host") as decoder:
         assert decoder.plan(batch=1).backend_of(0) == "cuda"
+        caches = [decoder.new_cache(dtype=dtype) for dtype in (np.float32, np.float16)]
+        for cache in caches:
+            decoder.prefill([1, 2, 3], cache)
+        assert [decoder.few_rows(cache, 8) for cache in caches] == [(8, 0.0), (1, 0.0)]
         for prompt in ("abcabcabcabc", "The same again. The same again."):
             plain = [piece.token for piece in decoder.generate(prompt, max_new_tokens=100)]
             made = decoder.generate(prompt, max_new_tokens=100, speculate=most)

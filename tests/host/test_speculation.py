@@ -238,6 +238,17 @@ def test_answers_of_a_tiny_model(open_decoder, monkeypatch: pytest.MonkeyPatch, 
         assert made == tokens_of(decoder, "abcabcabcabc", len(made))
 
 
+def test_a_cache_of_float16(open_decoder, monkeypatch: pytest.MonkeyPatch):
+    """Its rounding is coarser than any bound on the logits: one row a step, unless rows have the same bits."""
+    for invariant in ("0", "1"):
+        monkeypatch.setenv("FRINK_INVARIANT", invariant)
+        decoder = open_decoder(text_content())
+        cache = decoder.new_cache(dtype=np.float16)
+        assert decoder.few_rows(cache, 8) == ((4, 0.0) if invariant == "1" else (1, 0.0))
+        plain = tokens_of(decoder, "abcabcabcabc", 40, cache=decoder.new_cache(dtype=np.float16))
+        assert tokens_of(decoder, "abcabcabcabc", 40, cache=cache, speculate=7) == plain
+
+
 def test_a_cache_that_is_changed_between_two_pieces(open_decoder):
     """What was staged is gone; the answer goes on from what is there."""
     decoder = open_decoder(text_content())
