@@ -182,7 +182,7 @@ class Dispatcher:
         ]
 
     def few_rows(self, step: Step) -> tuple[int, float]:
-        """How many of the step's rows cost about what one does and give what steps of one row each give, and how nearly.
+        """How many of the step's rows cost what one does and give what steps of one row each give, and how nearly.
 
         See `Backend`. (1, 0.0) where no backend that says so serves all layers.
         """
