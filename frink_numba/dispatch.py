@@ -123,7 +123,7 @@ class Dispatcher:
             result.hidden, result.logits, result.tokens, result.scores = run.hidden, run.logits, run.tokens, run.scores
             # Rows that a cache has lent as a whole are pushed as a whole.
             result.kv_rows = run.kv_rows if length == len(self.layers) else [*result.kv_rows, *run.kv_rows]
-            result.experts += [tuple(map(int, used)) for used in run.experts or [(0,)] * length]
+            result.experts += [tuple(map(int, used)) for used in run.experts] if run.experts else [(0,)] * length
             result.served.append(Served(backend.name, l, length))
             l += length  # noqa: E741
             if l - 1 in step.hidden_after and run.hidden is not None:  # `_check_run` has seen that it is there
