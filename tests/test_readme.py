@@ -103,7 +103,7 @@ def test_missing_marks_are_an_error() -> None:
 
 
 def test_the_python_lines_run_as_written(smollm2_path: Path) -> None:
-    """The README's Python blocks, one behind the other: load, prefill, generate, then texts at once; a fresh process."""
+    """The README's Python blocks, one behind the other, in a fresh process: load, prefill, generate, texts at once."""
     blocks = re.findall(r"```python\n(.*?)```", _README, re.DOTALL)
     assert len(blocks) == 2
     check = "\nassert logits.shape == (5, model.vocab_size) and logits.dtype == 'float32', logits.shape"

@@ -14,6 +14,7 @@ from typing import Any
 from frink_numba.kernels.cubins import Source
 
 THREADS = 512
+_LOG2E, _LN2 = 1.4426950408889634, 0.6931471805599453
 ARGUMENTS = (
     ("logits", "u64"),  # float32 [rows, count]
     ("tokens", "u64"),  # int32 [rows]
@@ -24,8 +25,6 @@ ARGUMENTS = (
 
 def build(overlap: bool) -> tuple[Any, Any]:
     """The kernel for numba, and its signature."""
-    import math
-
     from numba import cuda, types
 
     from frink_numba.kernels.instructions import launch_dependents, load_float, wait_for_predecessors
@@ -34,6 +33,8 @@ def build(overlap: bool) -> tuple[Any, Any]:
 
     load_word = instruction("ld.global.u32 $0, [$1];", "u32", "u64")
     lowest = instruction("mov.b32 $0, 0xff800000;", "f32", pure=True)
+    exp2 = instruction("ex2.approx.ftz.f32 $0, $1;", "f32", "f32", pure=True)
+    log2 = instruction("lg2.approx.f32 $0, $1;", "f32", "f32", pure=True)
     u32, u64, f32 = types.uint32, types.uint64, types.float32
     top_of, sum_of = block_reduce(("max",), THREADS), block_reduce(("add",), THREADS)
     scratch_size = THREADS // 32
@@ -53,13 +54,13 @@ def build(overlap: bool) -> tuple[Any, Any]:
         top = top_of(top, shared_address(tops), thread)[0]
         total = f32(0.0)
         for at in range(thread, count, u32(THREADS)):
-            total += math.exp(load_float(source + u64(at) * u64(4)) - top)
+            total += exp2((load_float(source + u64(at) * u64(4)) - top) * f32(_LOG2E))
         total = sum_of(total, shared_address(sums), thread)[0]
         if thread == 0:
             token = load_word(tokens + row * u64(4))
             result = f32(0.0)
             if token < count:
-                result = (load_float(source + u64(token) * u64(4)) - top) - math.log(total)
+                result = (load_float(source + u64(token) * u64(4)) - top) - log2(total) * f32(_LN2)
             store_float(out + row * u64(4), result)
 
     return log_likelihood, types.void(*(numba_type(spec) for _, spec in ARGUMENTS))

@@ -44,6 +44,11 @@ def _exact_power(x: np.ndarray) -> np.ndarray:
     return np.where(np.abs(out) < np.float32(1.1754944e-38), np.where(np.isnan(out), out, np.float32(0)), out)
 
 
+def _exact_logarithm(x: np.ndarray) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return np.log2(x.astype(np.float64)).astype(np.float32)
+
+
 def _reciprocal(x: np.ndarray) -> np.ndarray:
     with np.errstate(all="ignore"):
         return (np.float32(1) / x).astype(np.float32)
@@ -197,6 +202,7 @@ PLAIN: dict[str, Any] = {
     "cvt": _convert,
     "fma.rn.f32": _by_kind(_fused, 3),
     "ex2.approx.ftz.f32": _by_kind(_exact_power, 1),
+    "lg2.approx.f32": _by_kind(_exact_logarithm, 1),
     "rcp.approx.ftz.f32": _by_kind(_reciprocal, 1),
     "rcp.rn.f32": _by_kind(_reciprocal, 1),
     "sqrt.rn.f32": _by_kind(np.sqrt, 1),
