@@ -8,7 +8,7 @@ import pytest
 from frink_numba.kernels import gemm
 from frink_numba.kernels.gemm_kinds import fragment_kind
 from frink_numba.kernels.gemm_pack import pack
-from frink_numba.kernels.gemm_plan import layouts
+from frink_numba.kernels.gemm_plan import Plan, layouts
 from tests.kernels.compiling import missing_tools
 from tests.kernels.gemm_device import dequantized, relative_error, worst_row_error
 from tests.kernels.gemm_machine import run_on_machine, stand_in_map
@@ -19,6 +19,24 @@ pytestmark = pytest.mark.skipif(missing_tools() is not None, reason=str(missing_
 LIMIT = 8e-4  # f16 operands, and an f16 result
 
 
+@pytest.fixture(autouse=True)
+def _maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "tensor_map", stand_in_map)
+
+
+def plan_of(kind: str, m: int, n: int, k: int, groups: int, tokens: int, *, split: bool = False) -> Plan:
+    row = fragment_kind(kind)
+    assert row is not None
+    plan = list(layouts(m, n, k, row, 3, tokens, 1, groups))[-1 if split else 0]
+    assert bool(plan.split_tiles) == split
+    return plan
+
+
+def rounded(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """float32 that f16 holds."""
+    return rng.standard_normal(shape).astype(np.float16).astype(np.float32)
+
+
 @pytest.mark.parametrize(
     ("kind", "m", "n", "k", "groups", "tokens", "split", "half"),
     [
@@ -26,32 +44,36 @@ LIMIT = 8e-4  # f16 operands, and an f16 result
         ("Q4_K", 50, 300, 1024, 3, 64, True, False),  # tiles cut along K
         ("Q6_K", 110, 150, 512, 2, 104, False, True),  # a chunk that is not a power of two
         ("Q5_K", 130, 200, 768, 3, 128, True, True),
+        ("Q4_K", 256, 100, 512, 2, 256, False, True),  # more chunks than buffers
         ("Q8_0", 30, 100, 352, 2, 16, False, False),
         ("F16", 120, 130, 320, 2, 112, False, True),
     ],
 )
-def test_products(
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    m: int,
-    n: int,
-    k: int,
-    groups: int,
-    tokens: int,
-    split: bool,
-    half: bool,
-) -> None:
+def test_products(kind: str, m: int, n: int, k: int, groups: int, tokens: int, split: bool, half: bool) -> None:
     """Copies, products and stores come as late as they may: a stage or buffer that is given back early shows."""
-    monkeypatch.setattr(gemm, "tensor_map", stand_in_map)
     rng = np.random.default_rng(k + n)
     matrix = random_matrix(kind, n, k, rng)
-    x = rng.standard_normal((m, k)).astype(np.float16).astype(np.float32)
-    row = fragment_kind(kind)
-    assert row is not None
-    plans = list(layouts(m, n, k, row, 3, tokens, 1, groups))
-    plan = plans[-1] if split else plans[0]
-    assert bool(plan.split_tiles) == split
-    out = run_on_machine(pack([matrix]), x, plan, half=half)
+    x = rounded(rng, m, k)
+    out = run_on_machine(pack([matrix]), x, plan_of(kind, m, n, k, groups, tokens, split=split), half=half)
     reference = x.astype(np.float64) @ dequantized([matrix]).T
     assert relative_error(out, reference) < LIMIT
     assert worst_row_error(out, reference) < 2e-3
+
+
+def test_gate_and_up() -> None:
+    """SwiGLU over interleaved rows, as f16 with a power of two a token."""
+    rng = np.random.default_rng(5)
+    gate, up = (random_matrix("Q4_K", 72, 512, rng) for _ in range(2))
+    x = rounded(rng, 40, 512)
+    plan = plan_of("Q4_K", 40, 144, 512, 2, 64)
+    out = run_on_machine(pack([gate, up], gated=True), x, plan, gate="swiglu", half=True)
+    g, u = (x.astype(np.float64) @ dequantized([matrix]).T for matrix in (gate, up))
+    assert relative_error(out, g / (1 + np.exp(-g)) * u) < LIMIT
+
+
+def test_bias_and_a_residual_sum() -> None:
+    rng = np.random.default_rng(6)
+    matrix, bias, hidden = random_matrix("Q4_1", 90, 192, rng), rounded(rng, 90), rounded(rng, 20, 90)
+    x = rounded(rng, 20, 192)
+    out = run_on_machine(pack([matrix]), x, plan_of("Q4_1", 20, 90, 192, 1, 32), bias=bias, add_to=hidden)
+    assert relative_error(out, x.astype(np.float64) @ dequantized([matrix]).T + bias + hidden) < LIMIT
