@@ -185,7 +185,12 @@ class Bench:
             torch.cuda.synchronize()
             if not torch.equal(before, out[0]):
                 raise RuntimeError(f"{case}: two runs differ")
-        graph = self._capture(lambda: [launch(torch.cuda.current_stream().cuda_stream) for launch in launches])
+
+        def run() -> None:
+            for launch in launches:
+                launch(torch.cuda.current_stream().cuda_stream)
+
+        graph = self._capture(run)
         other = None
         if baseline:
             dense = values.half().repeat(repeats, 1)[: case.n].contiguous()

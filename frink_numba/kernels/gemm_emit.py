@@ -269,7 +269,8 @@ def other_blocks(name: str, tokens: int, cluster: int) -> tuple[Any, ...]:
             done: Register,
             lane: Register,
         ) -> Any:
-            zero, b, out = e.constant("u32", 0), _descriptor(tile), []
+            zero, b = e.constant("u32", 0), _descriptor(tile)
+            out: list[Register] = []
             converted = kind.blocks(Converter(e, loaded), zero, zero, zero, step, header)
 
             def convert() -> None:
