@@ -18,6 +18,7 @@ again. What `more` raises leaves all that counts as it was.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 MOST_AHEAD = 32
 """Tokens that a greedy answer is ahead of its reader at most."""
+
+MOST_SECONDS = 0.1
+"""For which it may keep the reader waiting, so that slow models still answer piece by piece."""
 
 
 class TokenSource(Protocol):
@@ -66,7 +70,7 @@ class OneByOne:
 class Greedy:
     """The most likely tokens, as many at a time as a backend can choose by itself.
 
-    The first comes alone, so that it comes soon; then four times as many each time.
+    The first comes alone, so that it comes soon; then four times as many each time, as long as these come soon too.
     """
 
     def __init__(self, decoder: Decoder, cache: KVCache, most_ahead: int = MOST_AHEAD) -> None:
@@ -77,8 +81,11 @@ class Greedy:
         return most_likely(logits)
 
     def more(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+        start = time.perf_counter()
         chosen = self._decoder.decode_ahead(tokens[-1], self._cache, min(most, self._next), stage=True)
-        self._next = min(4 * len(chosen), self._most_ahead)  # where no backend goes ahead, one is answered
+        in_time = int(len(chosen) * MOST_SECONDS / max(time.perf_counter() - start, 1e-9))
+        # Where no backend goes ahead, one is answered.
+        self._next = max(1, min(4 * len(chosen), self._most_ahead, in_time))
         return chosen
 
 

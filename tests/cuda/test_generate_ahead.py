@@ -10,6 +10,7 @@ import pytest
 from frink_numba import registry
 from frink_numba.cuda.backend import CudaBackend
 from frink_numba.errors import FrinkError
+from frink_numba.host import token_source
 from frink_numba.host.decoder import Decoder
 from frink_numba.host.load import load
 from frink_numba.host.model import Model
@@ -40,6 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
 def on_device(model: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Decoder, FakeRuntime]]:
     """on_device(schedule, seed): a decoder over a fake device and the host, and the device's runtime."""
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(token_source, "MOST_SECONDS", 1e9)  # fakes take their time
 
     def make(schedule: str = "lazy", seed: int = 0) -> tuple[Decoder, FakeRuntime]:
         device = tensor_device("wgmma", schedule=schedule, seed=seed)
@@ -92,6 +94,30 @@ def test_blocks_grow_to_their_most(on_device):
     assert made > 90  # until the context is full
     most = [1, 4, 16, MOST_AHEAD]
     assert runtime.waits == 1 + len(most) + -(-(made - 1 - sum(most)) // MOST_AHEAD)
+
+
+def test_a_slow_device_still_answers_piece_by_piece(on_device, monkeypatch: pytest.MonkeyPatch):
+    """A block takes no longer than a tenth of a second, as far as the one before can tell; the answer is the same."""
+    decoder, _ = on_device()
+    want, _ = single_steps(decoder)
+    real, blocks = Decoder.decode_ahead, []
+    clock = [0.0]
+
+    def slow(self, token, cache, most, **how):
+        chosen = real(self, token, cache, most, **how)
+        clock[0] += 0.03 * len(chosen)
+        blocks.append(len(chosen))
+        return chosen
+
+    monkeypatch.setattr(Decoder, "decode_ahead", slow)
+    monkeypatch.setattr(token_source, "MOST_SECONDS", 0.1)
+    monkeypatch.setattr(token_source.time, "perf_counter", lambda: clock[0])
+    assert tokens_of(decoder) == want
+    assert max(blocks) == 3
+    blocks.clear()
+    monkeypatch.setattr(token_source, "MOST_SECONDS", 0.01)
+    assert tokens_of(decoder) == want
+    assert set(blocks) == {1}
 
 
 def test_the_context_ends_an_answer_to_the_token(on_device):
