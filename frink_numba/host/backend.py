@@ -13,6 +13,7 @@ from frink_numba.errors import ShapeError
 from frink_numba.host.aligned import WIDTH, aligned, padded
 from frink_numba.host.body import attention, feed_forward
 from frink_numba.host.classify import decline_reason
+from frink_numba.host.group import MOST_ROWS, pieces, run_group
 from frink_numba.host.layer_kv import LayerKV
 from frink_numba.host.prepare import PreparedLayer, prepare
 from frink_numba.host.rope import RopeTable, rope_table
@@ -81,6 +82,29 @@ class HostBackend:
             # Infinities and NaNs travel to the output, where they show; exp(-x) may overflow on its way to 1/(1+inf).
             with np.errstate(over="ignore", invalid="ignore", divide="ignore", under="ignore"):
                 return _run(layers, l, step, self._store, scratch)
+        finally:
+            self._give_scratch(scratch)
+
+    def serves_group(self, steps: Sequence[Step]) -> Serve | None:
+        """Serve when all layers are dense and can run all steps, whose products then share each weight."""
+        if self.invariant or sum(step.batch for step in steps) > MOST_ROWS or len(steps) < 2:
+            return None
+        if any(layer is None or layer.mixture is not None for layer in self._layers):
+            return None
+        for step in steps:
+            if step.keep and not isinstance(step.caches[0], LayerKV):
+                return None
+            if any(self._reason(l, step) is not None for l in range(len(self._layers))):  # noqa: E741
+                return None
+        return _SERVE
+
+    def run_group(self, steps: Sequence[Step]) -> list[Run]:
+        """Run all layers of steps that `serves_group` serves; rows and errors as in `run`."""
+        scratch = self._take_scratch()
+        try:
+            with np.errstate(over="ignore", invalid="ignore", divide="ignore", under="ignore"):
+                layers = [layer for layer in self._layers if layer is not None]
+                return [run for part in pieces(steps) for run in run_group(layers, part, self._store, scratch)]
         finally:
             self._give_scratch(scratch)
 

@@ -7,6 +7,9 @@ result, and heads, halves and pairs of channels are plain views with the tokens 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
 from frink_numba.host.activation import activate, sigmoid
@@ -50,6 +53,56 @@ def attention(
     """
     own = slice(0, x.shape[1]) if columns is None else columns
     n = own.stop - own.start
+    normed = _project(layer, x, table, work, store, scratch)
+    store_rows(work.k_rows[own], keys[-n:], layer.number)
+    store_rows(work.v_rows[own], values[-n:], layer.number)
+    attend_to = attend if columns is None else attend_aligned
+    attend_to(work.q, keys, values, first, start, layer.visibility, work.sums_by_head, scratch)
+    _gather(layer, x, normed, work, store, scratch)
+
+
+class Span(NamedTuple):
+    """One sequence of a group: its `columns`, and `keys`, `values`, `first` and `start` as in `attention`."""
+
+    columns: slice
+    keys: np.ndarray
+    values: np.ndarray
+    first: int
+    start: int
+
+
+def group_attention(
+    layer: PreparedLayer,
+    x: np.ndarray,
+    spans: Sequence[Span],
+    table: RopeTable | None,
+    work: Workspace,
+    store: WeightStore,
+    scratch: Scratch,
+) -> None:
+    """`attention` for the columns of several sequences at once: each sees its own rows alone, products take all."""
+    normed = _project(layer, x, table, work, store, scratch)
+    for span in spans:
+        own = span.columns
+        n = own.stop - own.start
+        store_rows(work.k_rows[own], span.keys[-n:], layer.number)
+        store_rows(work.v_rows[own], span.values[-n:], layer.number)
+        q = np.ascontiguousarray(work.q[:, :, own])
+        out = np.empty_like(q)
+        attend(q, span.keys, span.values, span.first, span.start, layer.visibility, out, scratch)
+        work.sums_by_head[:, :, own] = out
+    _gather(layer, x, normed, work, store, scratch)
+
+
+def _project(
+    layer: PreparedLayer,
+    x: np.ndarray,
+    table: RopeTable | None,
+    work: Workspace,
+    store: WeightStore,
+    scratch: Scratch,
+) -> np.ndarray:
+    """q, k and v of `x`, normed and rotated, in the workspace; what they were projected from."""
     normed = x if layer.attn_norm is None else rms_norm(x, layer.attn_norm, layer.eps, work.normed, scratch)
     linear(store, normed, layer.qkv, work.qkv, bias=layer.qkv_bias)
     if layer.qkv_loras:
@@ -60,12 +113,14 @@ def attention(
         work.rotation.turn(table)
     if layer.norms_after_rope:
         _head_norms(layer, work, scratch)
+    return normed
 
-    store_rows(work.k_rows[own], keys[-n:], layer.number)
-    store_rows(work.v_rows[own], values[-n:], layer.number)
+
+def _gather(
+    layer: PreparedLayer, x: np.ndarray, normed: np.ndarray, work: Workspace, store: WeightStore, scratch: Scratch
+) -> None:
+    """x += residual_scale * what the layer makes of the value sums in the workspace."""
     sums = work.sums
-    attend_to = attend if columns is None else attend_aligned
-    attend_to(work.q, keys, values, first, start, layer.visibility, work.sums_by_head, scratch)
     if layer.output_gate:
         gate = linear(store, normed, layer.output_gate, scratch.array("output gate", *sums.shape))
         sigmoid(gate)

@@ -30,7 +30,12 @@ class RopeTable(NamedTuple):
 
 
 def rope_table(rope: Rope, start: int, n: int) -> RopeTable:
-    """The table of positions start .. start+n-1.
+    """The table of positions start .. start+n-1."""
+    return rope_table_of(rope, np.arange(start, start + n))
+
+
+def rope_table_of(rope: Rope, positions: np.ndarray) -> RopeTable:
+    """The table of any positions, int [n].
 
     Angles are float64: at position 100,000 a float32 angle would be off by a hundredth of a radian.
     """
@@ -38,7 +43,7 @@ def rope_table(rope: Rope, start: int, n: int) -> RopeTable:
     frequencies = rope.theta ** (-2.0 * pairs / rope.rot_dim)
     if rope.freq_factors is not None:
         frequencies /= rope.freq_factors
-    angles = np.outer(frequencies, np.arange(start, start + n, dtype=np.float64))
+    angles = np.outer(frequencies, positions.astype(np.float64))
     cos, sin = rope.magnitude_scale * np.cos(angles), rope.magnitude_scale * np.sin(angles)
     axis = _pair_axis(rope.layout)
     return RopeTable(

@@ -197,3 +197,29 @@ def test_a_group_that_fails_runs_one_by_one(decoder, monkeypatch):
         for prompt, output in zip(prompts((4, 5, 6)), got, strict=True):
             assert relative(output.logits, decoder.prefill(prompt, decoder.new_cache()).logits) < 1e-5
     assert calls == [3, 3, 3]
+
+
+@pytest.mark.parametrize("name", ["llama_grouped", "mistral_window", "qwen2_grouped", "gemma2_caps", "llama_quantized"])
+def test_the_host_runs_a_group_in_one_call(open_decoder, monkeypatch, name):
+    """R24: products of all sequences together, attention of each behind its own rows; windows, caps, biases."""
+    decoder = open_decoder(name)
+    host = decoder._dispatcher.backends[-1]
+    caches, others = ([decoder.new_cache() for _ in range(5)] for _ in range(2))
+    for pair in zip(caches, others, strict=True):
+        for cache in pair:
+            decoder.prefill(TOKENS[:23], cache)
+    calls = []
+    real = host.run_group
+    monkeypatch.setattr(host, "run_group", lambda steps: calls.append(len(steps)) or real(steps))
+    vocab = decoder.model.vocab_size
+    for turn in range(3):
+        ids = (TOKENS[40 + 5 * turn : 45 + 5 * turn] % vocab).tolist()
+        outputs = decoder.decode_batch(ids, caches)
+        for token, output, other in zip(ids, outputs, others, strict=True):
+            assert relative(output.logits, decoder.decode(token, other).logits) < 2e-5
+    if decoder._dispatcher.backends[0] is host:
+        assert calls == [5, 5, 5]
+    for cache, other in zip(caches, others, strict=True):
+        for mine, theirs in zip(cache, other, strict=True):
+            for one, two in zip(mine.prefix(), theirs.prefix(), strict=True):
+                assert relative(one, two) < 1e-5
