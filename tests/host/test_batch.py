@@ -217,7 +217,7 @@ def test_the_host_runs_a_group_in_one_call(open_decoder, monkeypatch, name):
         outputs = decoder.decode_batch(ids, caches)
         for token, output, other in zip(ids, outputs, others, strict=True):
             assert relative(output.logits, decoder.decode(token, other).logits) < 2e-5
-    if decoder._dispatcher.backends[0] is host:
+    if decoder._dispatcher.backends[0] is host and not host.invariant:
         assert calls == [5, 5, 5]
     for cache, other in zip(caches, others, strict=True):
         for mine, theirs in zip(cache, other, strict=True):
