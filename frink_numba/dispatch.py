@@ -146,7 +146,7 @@ class Dispatcher:
         """What the first backend makes of the whole group; None when it does not serve it, or failed."""
         backend = self.backends[0] if self.backends else None
         serves, run = getattr(backend, "serves_group", None), getattr(backend, "run_group", None)
-        if backend is None or serves is None or run is None:
+        if not steps or backend is None or serves is None or run is None:
             return None
         layers = len(self.layers)
         if any(step.hidden_after - {layers - 1} for step in steps):
