@@ -1,8 +1,8 @@
 """Quantized matrix products against torch.matmul in f16, same shapes, same run.
 
-    python benchmarks/bench_gemm.py --receipt benchmarks/receipts/gemm-h200.json
-    python benchmarks/bench_gemm.py Q4_K:8b:512,2048 --check
-    python benchmarks/bench_gemm.py Q4_K:8b:512,2048 --tiles 12      every cut that the plan weighs, the 12 likeliest
+    python -m benchmarks.bench_gemm --receipt benchmarks/receipts/gemm-h200.json
+    python -m benchmarks.bench_gemm Q4_K:8b:512,2048 --check
+    python -m benchmarks.bench_gemm Q4_K:8b:512,2048 --tiles 12      every cut that the plan weighs, the 12 likeliest
 
 Products of up to 16 rows are the thin ones, as in a model's step (kernels/thin_gemm.py). Random data. Launches rotate
 over copies of weights, activations and results that together exceed the L2 cache several times, and are captured in one
@@ -21,14 +21,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.gemm_cases import Case, cases, random_weights
 from frink_numba.driver import query_driver
 from frink_numba.kernels.cubins import Source, Target, load
 from frink_numba.kernels.gemm import DeviceWeights, Gemms, HalfRows, source_of
@@ -41,47 +41,15 @@ from frink_numba.kernels.gemm_variant import WgmmaGemm
 from frink_numba.kernels.thin_gemm import ThinGemms, ThinProduct, variant_of
 from frink_numba.kernels.thin_gemm import source_of as thin_source_of
 from frink_numba.kernels.thin_gemm_plan import MOST_ROWS, ThinDevice, thin_plan
-from frink_numba.quant import KINDS, QuantMatrix
+from frink_numba.quant import KINDS
 from frink_numba.receipt import Row, receipt, write_receipt
 
-# Layer shapes (N, K) of one token's products: Q K V, attention output, gate and up, down.
-SHAPES = {
-    "3b": {"qkv": (5120, 3072), "o": (3072, 3072), "gate+up": (16384, 3072), "down": (3072, 8192)},
-    "8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate+up": (28672, 4096), "down": (4096, 14336)},
-    "70b": {"qkv": (10240, 8192), "o": (8192, 8192), "gate+up": (57344, 8192), "down": (8192, 28672)},
-    "smollm2": {"qkv": (960, 576), "o": (576, 576), "gate+up": (3072, 576), "down": (576, 1536)},
-}
 DEFAULT = [
     "F16,Q4_0,Q4_1,Q4_K,Q5_K,Q6_K,Q8_0:3b,8b,70b:16,64,512,2048,8192",
     "Q4_1:smollm2:512,2048",
 ]
 ROTATED_BYTES = 192 << 20  # three times the L2 cache of an H200
 _BASE_ROWS = 128  # rows that are really quantized; more rows repeat them
-
-# Byte offsets of the f16 scale fields of a block, where they are not at 0 alone.
-_SCALE_FIELDS = {"Q6_K": (208,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
-
-
-def random_weights(name: str, rows: int, cols: int, rng: np.random.Generator) -> QuantMatrix:
-    """Random codes and scales of one kind."""
-    kind = KINDS[name]
-    if name == "F16":
-        values = (rng.standard_normal((rows, cols)) * 0.02).astype(np.float16)
-        return QuantMatrix(kind, values.view(np.uint8), rows, cols)
-    raw = rng.integers(0, 256, (rows, cols // kind.block, kind.block_bytes), dtype=np.uint8)
-    for at in _SCALE_FIELDS.get(name, (0,)):
-        d = rng.uniform(0.5, 1.5, raw.shape[:2]) * (2e-4 if kind.block == 256 else 4e-3)
-        raw[..., at : at + 2] = d.astype(np.float16)[..., None].view(np.uint8)
-    return QuantMatrix(kind, raw.reshape(rows, -1), rows, cols)
-
-
-@dataclass
-class Case:
-    label: str
-    kind: str
-    m: int
-    n: int
-    k: int
 
 
 class Bench:
@@ -349,17 +317,6 @@ def _compile(target: Target, source: Source) -> None:
     load(source, target)
 
 
-def cases(text: str) -> Iterator[Case]:
-    """The cases of "kinds:shapes:tokens": "Q4_K,F16:8b,70b:512,2048"."""
-    kinds, models, counts = text.split(":")
-    for model in models.split(","):
-        for part, (n, k) in SHAPES[model].items():
-            for kind in kinds.split(","):
-                for m in (int(count) for count in counts.split(",")):
-                    if k % KINDS[kind].block == 0:
-                        yield Case(f"{model} {part} {kind} M={m} N={n} K={k}", kind, m, n, k)
-
-
 # The products of a Llama 8B Q4_K_M prefill step of 512 tokens: (kind, rows, cols, gated, f16 result).
 FIRST_USE = [
     ("Q4_K", 5120, 4096, False, False),
@@ -486,7 +443,7 @@ def main() -> int:
     if arguments.receipt:
         import torch
 
-        command = " ".join(["python", "benchmarks/bench_gemm.py", *sys.argv[1:]])
+        command = " ".join(["python", "-m", "benchmarks.bench_gemm", *sys.argv[1:]])
         document = receipt("gemm", command, rows, machine=bench.machine, driver=query_driver().version)
         document["versions"]["torch"] = torch.__version__
         write_receipt(arguments.receipt, document)

@@ -2,92 +2,97 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from benchmarks.bench_gemm import cut
 from frink_numba.kernels.gemm_kinds import fragment_kind
 from frink_numba.kernels.gemm_plan import make_plan
-from frink_numba.quant import KINDS
 
-_ROOT = Path(__file__).resolve().parent
-SWEEP = _ROOT / "receipts" / "gemm-tiles-h200.txt"
-PAGE = _ROOT.parent / "docs" / "kernels" / "gemm.md"
+_RECEIPTS = Path(__file__).resolve().parent / "receipts"
+PAGE = _RECEIPTS.parent.parent / "docs" / "kernels" / "gemm.md"
 _BEGIN, _END = "<!-- figures -->", "<!-- end of figures -->"
+_CASE = re.compile(r"(\w+) (\S+) (\w+) M=(\d+) N=(\d+) K=(\d+) \S+ (\S+)")
+_MULTIPROCESSORS = 132
+_FEW = 64  # tokens and fewer: the bandwidth counts
 
 
-_CASE = re.compile(r"(\w+) \S+ (\w+) M=(\d+) N=(\d+) K=(\d+) torch ([\d.]+)us \d+ \| (.*)")
-_CUT = re.compile(r"(\S+?):([\d.]+)\(")
-_MMA = re.compile(r"\w+ \S+ (\w+) M=(\d+) .* TFLOP/s  ratio  ([\d.]+) ")
+def _rows(name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((_RECEIPTS / name).read_text("utf-8"))["rows"]
+    return rows
 
 
-@dataclass(frozen=True)
-class Timed:
-    """A case of the sweep: torch's microseconds, ours with the planned cut (None: not timed), and with the fastest."""
-
-    model: str
-    kind: str
-    m: int
-    n: int
-    k: int
-    torch: float
-    planned: float | None
-    fastest: float
-
-
-def sweep() -> list[Timed]:
-    """What the sweep of cuts timed, and of that what the plan chooses today."""
-    out = []
-    for line in SWEEP.read_text("utf-8").splitlines():
-        found = _CASE.match(line)
-        if found is None:
+def _planned(name: str) -> Iterator[tuple[dict[str, Any], str, str, str, int]]:
+    """(row, model, part, kind, M) of the products that were timed with the cut that the plan chooses today."""
+    for row in _rows(name):
+        case = _CASE.match(row["case"])
+        if case is None:
             continue
-        model, kind, m, n, k, torch, rest = found.groups()
-        cuts = {name: float(us) for name, us in _CUT.findall(rest)}
-        row = fragment_kind(kind)
-        assert row is not None
-        planned = cuts.get(cut(make_plan(int(m), int(n), int(k), row, 132)))
-        out.append(Timed(model, kind, int(m), int(n), int(k), float(torch), planned, min(cuts.values())))
-    return out
+        model, part, kind, m, n, k, timed = case.groups()
+        fragment = fragment_kind(kind)
+        assert fragment is not None
+        if "/" in timed and timed != cut(make_plan(int(m), int(n), int(k), fragment, _MULTIPROCESSORS)):
+            continue
+        yield row, model, part, kind, int(m)
 
 
 def _mean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
+def _ratios(name: str, tier: str) -> list[str]:
+    """A line for each family of shapes, kind and M: the least ratio with its shape, and the geometric mean."""
+    found: dict[tuple[str, str, int], list[tuple[float, str]]] = {}
+    for row, model, part, kind, m in _planned(name):
+        if m > _FEW:
+            family = "SmolLM2" if model == "smollm2" else "Llama"
+            found.setdefault((family, kind, m), []).append((row["ratio"], f"{model} {part}"))
+    lines = []
+    for (family, kind, m), cases in sorted(found.items()):
+        least, where = min(cases)
+        mean = _mean([ratio for ratio, _ in cases])
+        lines.append(f"| {tier}, {family} | {kind} | {m} | {len(cases)} | {least:.2f} | {where} | {mean:.2f} |")
+    return lines
+
+
+def _bandwidth(name: str) -> list[str]:
+    """A line for each kind and M: the bandwidth of each part of a layer, over the models."""
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for row, model, part, kind, m in _planned(name):
+        if row["metric"] == "TB/s of weights" and model != "smollm2":
+            found.setdefault((kind, m), {})[f"{model} {part}"] = row["value"]
+    lines = []
+    for (kind, m), values in sorted(found.items()):
+        least, most = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
+        mean = _mean(list(values.values()))
+        figures = f"{values[least]:.2f} | {least} | {values[most]:.2f} | {most} | {mean:.2f}"
+        lines.append(f"| {kind} | {m} | {figures} |")
+    return lines
+
+
 def table() -> str:
-    """Ratios to torch.matmul by kind and M, and the bandwidth of few tokens."""
-    groups: dict[tuple[str, str, int], list[Timed]] = {}
-    few: dict[tuple[str, int], list[float]] = {}
-    for timed in sweep():
-        if timed.m <= 64:
-            kind = KINDS[timed.kind]
-            stored = timed.n * timed.k * kind.block_bytes / kind.block
-            if timed.planned is not None:
-                few.setdefault((timed.kind, timed.m), []).append(stored / timed.planned / 1e6)
-            continue
-        groups.setdefault(("SmolLM2" if timed.model == "smollm2" else "Llama", timed.kind, timed.m), []).append(timed)
+    """Ratios to torch.matmul by kind and M, the bandwidth of few tokens, and the time of the first use."""
     lines = [
-        "| tier, shapes | kind | M | shapes | least | geometric mean | geometric mean, fastest cut |",
+        "| tier, shapes | kind | M | shapes | least | where | geometric mean |",
         "| --- | --- | --- | --- | --- | --- | --- |",
+        *_ratios("gemm-h200.json", "wgmma"),
+        *_ratios("gemm-mma-h200.json", "mma"),
+        "",
+        "| kind | M | TB/s of weights, least | where | most | where | geometric mean |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        *_bandwidth("gemm-h200.json"),
+        "",
+        "| first use | seconds |",
+        "| --- | --- |",
     ]
-    for (family, kind, m), cases in sorted(groups.items()):
-        known = [case for case in cases if case.planned is not None]
-        ratios = [case.torch / case.planned for case in known if case.planned is not None]
-        best = [case.torch / case.fastest for case in known]
-        counted = f"{len(known)} of {len(cases)}"
-        figures = f"{min(ratios):.2f} | {_mean(ratios):.2f} | {_mean(best):.2f}"
-        lines.append(f"| wgmma, {family} | {kind} | {m} | {counted} | {figures} |")
-    mma: dict[tuple[str, int], list[float]] = {}
-    for kind, m, ratio in _MMA.findall(SWEEP.read_text("utf-8")):
-        mma.setdefault((kind, int(m)), []).append(float(ratio))
-    for (kind, m), values in sorted(mma.items()):
-        lines.append(f"| mma, Llama 8B | {kind} | {m} | {len(values)} | {min(values):.2f} | {_mean(values):.2f} | |")
-    lines += ["", "| kind | M | TB/s of weights, least | most |", "| --- | --- | --- | --- |"]
-    lines += [f"| {kind} | {m} | {min(v):.2f} | {max(v):.2f} |" for (kind, m), v in sorted(few.items())]
+    for row in _rows("gemm-h200.json"):
+        if row["case"].startswith("first use of "):
+            lines.append(f"| {row['case'].removeprefix('first use of ')} | {row['value']:.2f} |")
     return "\n".join(lines)
 
 
