@@ -127,12 +127,14 @@ class Bench:
         self.kept.append(made)
         return made
 
-    def launch(self, step: Step, hidden: Any, operand: Any, scale: Any, out: Any, out_scale: Any) -> Any:
-        """A launch of one product as a layer has it."""
+    def launch(
+        self, step: Step, hidden: Any, operand: Any, scale: Any, out: Any, out_scale: Any, *, alone: bool = False
+    ) -> Any:
+        """A launch of one product as a layer has it; `alone`: behind attention."""
         weights = self.weights(step)
         norm = step.name in ("qkv", "qk", "v", "gate+up", "head")
         product = self.thins.product(
-            weights, self.rows, gate="swiglu" if step.gated else "", half=step.gated, norm=norm
+            weights, self.rows, gate="swiglu" if step.gated else "", half=step.gated, norm=norm, alone=alone
         )
         ones = self.zeros(step.k) + 1
         self.kept.append(ones)
@@ -177,7 +179,8 @@ class Bench:
             if s.name == "o" and context:
                 launches.append(self.attention(model, context, qkv, attended))
             target = gated if s.gated else qkv
-            launches.append(self.launch(s, hidden, operands.get(s.name, attended), scale, target, scale))
+            alone = s.name == "o" and context > 0
+            launches.append(self.launch(s, hidden, operands.get(s.name, attended), scale, target, scale, alone=alone))
         return launches
 
     def time(self, launches: list[Any]) -> list[float]:

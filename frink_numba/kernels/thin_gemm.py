@@ -31,6 +31,8 @@ from frink_numba.kernels.launch import KernelShelf, Launch, LoadedKernel
 from frink_numba.kernels.thin_gemm_kernel import MOST_NORM_COLUMNS, THREADS, ThinGemm
 from frink_numba.kernels.thin_gemm_plan import MOST_ROWS, ThinDevice, ThinPlan, sums_bytes, thin_plan
 
+_LEAST_ALONE = 1 << 22  # weights: about what a launch that starts early gains against a block that shares its place
+
 
 @dataclass(frozen=True, slots=True)
 class NormRows:
@@ -59,12 +61,15 @@ class ThinGemms:
         gate: str = "",
         half: bool = False,
         norm: bool = False,
+        alone: bool = False,
         row_groups: int | None = None,
     ) -> ThinProduct:
         """The product of `m` rows (1..16) with such weights.
 
         gate: as in Epilogue, for a gated pack; half: f16 result with powers of two, else float32; norm: the operand is
-        a NormRows (RMS norm fused), else a HalfRows. row_groups forces the cut (tests and benchmarks).
+        a NormRows (RMS norm fused), else a HalfRows. alone: it starts when everything before has ended (behind launches
+        with another number of blocks, see `thin_gemm_plan.ThinPlan`; small products had better start early all the
+        same, and do). row_groups forces the cut (tests and benchmarks).
         """
         if not 1 <= m <= MOST_ROWS:
             raise ShapeError(f"a thin product has 1 to {MOST_ROWS} rows, got {m}")
@@ -76,12 +81,13 @@ class ThinGemms:
             )
         plan = thin_plan(weights.kind, m, weights.rows, weights.cols, self.device, row_groups)
         variant = variant_of(plan, weights.kind, weights.cols, Epilogue(gate, half), norm, self._shelf.overlap)
-        kernel = self._kernel(variant, variant.shared(m, plan))
+        early = not alone or weights.rows * weights.cols < _LEAST_ALONE
+        kernel = self._kernel(variant, variant.shared(m, plan), early)
         return ThinProduct(m, weights.outputs, weights.cols, kernel, variant, plan)
 
-    def _kernel(self, variant: ThinGemm, shared: int) -> LoadedKernel:
+    def _kernel(self, variant: ThinGemm, shared: int, early: bool) -> LoadedKernel:
         source, arguments = source_of(variant), thin_gemm_kernel.ARGUMENTS
-        return self._shelf.kernel(source, arguments, shared, overlap=variant.overlap)
+        return self._shelf.kernel(source, arguments, shared, overlap=variant.overlap and early)
 
     def close(self) -> None:
         """Unload the kernels; their launches must not run any more."""

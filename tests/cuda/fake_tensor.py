@@ -143,7 +143,7 @@ class FakeThins(ThinGemms):
         super().__init__(*device)
         self._runtime = runtime
 
-    def _kernel(self, variant: Any, shared: int) -> Any:
+    def _kernel(self, variant: Any, shared: int, early: bool) -> Any:
         return FakeKernel(self._runtime, "thin_gemm", thin_gemm_kernel.ARGUMENTS, variant, compute.thin_gemm)
 
 

@@ -160,7 +160,7 @@ class MachineThins(ThinGemms):
         super().__init__(capability, multiprocessors)
         self._held, self._change = device, change
 
-    def _kernel(self, variant: Any, shared: int) -> Any:
+    def _kernel(self, variant: Any, shared: int, early: bool) -> Any:
         source = source_of(variant)
         text = self._change(linked_ptx(source, self._shelf.target))
         # Registers that are declared together, one a line.

@@ -288,10 +288,10 @@ class Launches:
         """hidden += product(x), normed first where there is a post-norm."""
         pitch = 4 * shape.hidden
         if post_norm is None:
-            self._add(op, self._product(weights, x, self.hidden, pitch, add=True))
+            self._add(op, self._product(weights, x, self.hidden, pitch, add=True, alone=op == "o"))
             return
         projected = self._at["projected"]
-        self._add(op, self._product(weights, x, projected, pitch))
+        self._add(op, self._product(weights, x, projected, pitch, alone=op == "o"))
         added = self._kernels.norm_add(self._m, shape.hidden, self.hidden, projected, post_norm, eps)
         self._add(f"{op} norm", added)
 
@@ -306,11 +306,13 @@ class Launches:
         add: bool = False,
         out_scale: int = 0,
         m: int | None = None,
+        alone: bool = False,
     ) -> Launch:
         kernels, half, m = self._kernels, bool(out_scale), m or self._m
         bound: Launch
         if m <= self._few:
-            thin = kernels.thins.product(weights, m, gate=gate, half=half, norm=isinstance(x, NormRows))
+            norm = isinstance(x, NormRows)
+            thin = kernels.thins.product(weights, m, gate=gate, half=half, norm=norm, alone=alone)
             bound = thin.bind(weights, x, out, pitch, add=add, out_scale=out_scale)
             return bound
         product = kernels.gemms.product(weights, m, gate=gate, half=half)
