@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from frink_numba.errors import BackendUnavailable, ShapeError
@@ -117,3 +119,18 @@ def test_requests_that_make_no_sense() -> None:
         thins.product(weights, 1, gate="swiglu")
     with pytest.raises(ShapeError, match="at most 8192 columns, got 16384"):
         thins.product(weights, 1, norm=True)
+
+
+def test_large_products_start_alone_where_asked() -> None:
+    """Behind attention: see ThinPlan.blocks. Small ones start early all the same."""
+    early: list[bool] = []
+
+    class Recorded(ThinGemms):
+        def _kernel(self, variant: Any, shared: int, starts_early: bool) -> Any:
+            early.append(starts_early)
+            return None
+
+    thins = Recorded((9, 0), 132)
+    for rows, alone in ((4096, False), (4096, True), (512, True)):
+        thins.product(DeviceWeights("Q4_K", rows, 4096, False, (1.0,), 0, 0), 1, alone=alone)
+    assert early == [True, False, True]
