@@ -54,7 +54,7 @@ def timeline_table(folder: Path = RECEIPTS) -> str:
         copies = parts["step"] - parts["without rows"]
         figures = [parts["step"], parts["kernels alone"], gaps, copies]
         step, alone, between, down = (f"{figure:,.0f}" for figure in figures)
-        ratio, host = f"{parts['step / kernels alone']:.2f}", f"{parts['host share']:.0f} %"
+        ratio, host = f"{parts['step / kernels alone']:.2f}", f"{parts['host share']:.1f} %"
         lines.append("| " + " | ".join([case, step, alone, ratio, between, down, host, places[case]]) + " |")
     return "\n".join(lines)
 
