@@ -45,7 +45,8 @@ _HARMLESS = frozenset({"adapter.type", "adapter.lora.alpha", "adapter.lora.task_
 def attach(layers: Sequence[Layer], architecture: Architecture, adapters: Iterable[Adapter]) -> tuple[Layer, ...]:
     """`layers` with the updates of all `adapters`, which add up.
 
-    GgufError for a damaged file or shapes that do not fit the model; UnsupportedModelError for an adapter of another
+    GgufError for a damaged file, one without tensors or with numbers that are not finite, or shapes that do not fit the
+    model; UnsupportedModelError for an adapter of another
     architecture or kind, or of a tensor whose update is not served; SettingError for a scale that is not finite.
     """
     attached = list(layers)
@@ -67,6 +68,8 @@ class _AdapterReader:
     def read(self, layers: Sequence[Layer], scale: float) -> dict[int, list[Lora]]:
         """The updates of each layer that has any."""
         alpha = self._alpha()
+        if not self._gguf.tensors:
+            self._fail("holds no tensors: an adapter that changes nothing")
         found: dict[int, list[Lora]] = {}
         for name in sorted({self._stem(name) for name in self._gguf.tensors}):
             number, targets = self._site(name, layers)
@@ -128,7 +131,10 @@ class _AdapterReader:
         """float32, a copy: the file is closed again."""
         if name not in self._gguf.tensors:
             self._fail(f"tensor {name[:80]!r} is missing")
-        return dequantize(self._gguf.matrix(name))
+        matrix = dequantize(self._gguf.matrix(name))
+        if not np.isfinite(matrix).all():
+            self._fail(f"tensor {name[:80]!r} holds NaN or infinity")
+        return matrix
 
     def _fail(self, problem: str) -> NoReturn:
         raise GgufError(f"{self._where}: {problem}")

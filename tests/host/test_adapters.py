@@ -135,6 +135,34 @@ def test_half_an_update_is_refused(name, save):
         load(save("llama_lora"), adapters=[save(file)])
 
 
+def test_an_adapter_without_tensors_is_refused(save):
+    """It would be attached and change nothing: never ignored (R15)."""
+    file = adapter()
+    file.tensors.clear()
+    path = save(file)
+    with pytest.raises(GgufError, match=rf"{path.name}: holds no tensors"):
+        load(save("llama_lora"), adapters=[path])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("lora_b", "F32"), ("lora_a", "F32"), ("lora_a", "F16"), ("lora_a", "Q8_0")]
+)
+def test_numbers_that_are_not_finite_are_refused(name, kind, value, save):
+    """One of them would make every logit NaN."""
+    file = adapter()
+    name = f"blk.1.ffn_down.weight.{name}"
+    tensor = file.tensors[name] = file.tensors[name].copy()
+    tensor[-1, -1] = value
+    if kind != "F32":
+        quant = GGMLQuantizationType[kind]
+        with np.errstate(invalid="ignore"):
+            file.tensors[name] = (quants.quantize(tensor, quant), quant)
+    path = save(file)
+    with pytest.raises(GgufError, match=rf"{path.name}: tensor '{name}' holds NaN or infinity"):
+        load(save("llama_lora"), adapters=[path])
+
+
 def test_a_tensor_that_is_no_update_is_refused(save):
     file = adapter()
     file.tensors["blk.0.attn_q.weight"] = np.ones((64, 64), np.float32)
