@@ -28,6 +28,15 @@ def test_a_stale_table_is_noticed() -> None:
     assert rendered(TEXT.replace("| no: ", "| yes, but not ")) == TEXT
 
 
+def test_no_reason_tells_the_size_of_a_tiny_model() -> None:
+    """It would read like a limit: the device declines every mixture, not those of so many experts alone."""
+    (table,) = re.findall(r"architectures:begin -->(.*?)<!-- architectures:end", TEXT, re.DOTALL)
+    devices = [row.split(" | ")[3] for row in table.strip().splitlines()[2:]]
+    assert len(devices) == len(ARCHITECTURES)
+    assert sum("several experts a token" in device for device in devices) == 5
+    assert not [device for device in devices if re.search(r"\d", device)]
+
+
 def test_missing_marks_are_an_error() -> None:
     with pytest.raises(ValueError, match="scalings:begin"):
         rendered(TEXT.replace("<!-- scalings:end -->", ""))

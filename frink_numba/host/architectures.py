@@ -70,11 +70,16 @@ class Architecture:
     keys: frozenset[str] = frozenset()  # hyper-parameters that only some architectures have
     required_keys: frozenset[str] = frozenset()  # those of them without which a file says too little
     neutral: Mapping[str, Any] = field(default_factory=dict)  # keys that must have this value, if they are there
+    foreign_parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Keys, or with a dot at the end how keys start, about parts that relatives of these models have, and what occurs
+    in the names of such parts' tensors: the keys mean nothing in a file without them."""
     rope_factors: bool = False  # "rope_freqs.weight", "rope_factors_long.weight" and "..._short.weight" may be there
     window_period: int = 0  # 0: no windows; 1: all layers have one; n: all but each n-th
     default_window: int = 0  # where the file states none
     local_theta: float | None = None  # rotary base of layers with a window; None: that of the others
     local_scaling: bool = True  # layers with a window are scaled like the others
+    states_magnitude: bool = False
+    """`rope.scaling.attn_factor` may repeat YaRN's magnitude; elsewhere it would be one more factor."""
     rotated: Rotated = all_layers
     whole_qk_norm: bool = False  # Q and K are normed over all heads, not head by head
     default_softcap: float = 0.0  # of the attention's scores
@@ -93,6 +98,7 @@ class Architecture:
 
 _WINDOW = frozenset({"attention.sliding_window"})
 _GRANITE_SCALES = frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"})
+_STATE_SPACE = {"ssm.": ("ssm_",)}  # Granite 4's files state it, those of models without one too
 _PATTERN = _WINDOW | {"attention.sliding_window_pattern"}
 
 ARCHITECTURES = {
@@ -178,11 +184,12 @@ ARCHITECTURES = {
             keys=_PATTERN | {"rope.freq_base_swa"},
             window_period=4,
             local_scaling=False,
+            states_magnitude=True,  # OLMo 3
             whole_qk_norm=True,
         ),
         Architecture(
             name="granite",
-            models="Granite 3 and 4 without experts",
+            models="Granite 3, Granite 4 of attention only",
             rope_layout=RopeLayout.NORM,
             activation=Activation.SWIGLU,
             layer_tensors=_DENSE,
@@ -190,17 +197,19 @@ ARCHITECTURES = {
             keys=_GRANITE_SCALES,
             required_keys=frozenset({"attention.scale", "logit_scale"}),
             neutral={"rope.scaling.finetuned": True},  # false: not rotated at all
+            foreign_parts=_STATE_SPACE | {"expert_shared_feed_forward_length": ("_exps", "_shexp")},
             rope_factors=True,
         ),
         Architecture(
             name="granitemoe",
-            models="Granite 3 and 4 with experts",
+            models="Granite 3 with experts",
             rope_layout=RopeLayout.NORM,
             activation=Activation.SWIGLU,
             layer_tensors=_DENSE,
             keys=_GRANITE_SCALES | {"expert_shared_feed_forward_length"},
             required_keys=frozenset({"attention.scale", "logit_scale"}),
             neutral={"rope.scaling.finetuned": True},
+            foreign_parts=_STATE_SPACE,
             mixture=Mixture(normalized=True, shared=_SHARED_EXPERT),
         ),
         Architecture(

@@ -1,7 +1,12 @@
 """Hyper-parameters of a model, read from its metadata and checked against each other.
 
 A key `ARCH.*` is consumed, or known to change nothing, or known with the one value that changes nothing; any other is
-refused by name, since a model that runs without it would be wrong.
+refused by name, since a model that runs without it would be wrong. So are keys that contradict each other: those of a
+rotary scaling that the file does not name (`host/scaling_keys.py`), or of windows that it gives no width.
+
+Some keys may be missing, and then mean what the format says they do: Granite's embedding and residual scale are 1,
+`rope.freq_base` is 10000, all channels of a head turn without `rope.dimension_count` (phi3's too, some of whose models
+turn fewer). A file that left such a key out by mistake cannot be told from one that means it.
 """
 
 from __future__ import annotations
@@ -12,9 +17,10 @@ from typing import Any
 
 from frink_numba.host.architectures import Architecture
 from frink_numba.host.key_reader import KeyReader
-from frink_numba.host.rope_scaling import PLAIN, RopeScaling, ScalingKind, yarn_magnitude
+from frink_numba.host.rope_scaling import PLAIN, RopeScaling
+from frink_numba.host.scaling_keys import SCALING_KEYS, read_scaling
 
-_CONSUMED = frozenset(
+_CONSUMED = SCALING_KEYS | frozenset(
     {
         "block_count",
         "context_length",
@@ -28,14 +34,6 @@ _CONSUMED = frozenset(
         "attention.layer_norm_rms_epsilon",
         "rope.dimension_count",
         "rope.freq_base",
-        "rope.scaling.type",
-        "rope.scaling.factor",
-        "rope.scaling.original_context_length",
-        "rope.scaling.attn_factor",
-        "rope.scaling.yarn_attn_factor",
-        "rope.scaling.yarn_beta_fast",
-        "rope.scaling.yarn_beta_slow",
-        "rope.scale_linear",
     }
 )
 # Keys that describe how the model was made, or serve other uses than the next token's logits.
@@ -55,7 +53,8 @@ _NEUTRAL: dict[str, Any] = {
 }
 _EXPERT_KEYS = frozenset({"expert_count", "expert_used_count"})
 _DEFAULT_THETA = 10000.0  # llama.cpp's, for files without rope.freq_base
-LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+_WINDOW = "attention.sliding_window"
+_OF_WINDOWS = ("attention.sliding_window_pattern", "rope.freq_base_swa")  # mean nothing without one
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +106,7 @@ def read_hyperparameters(
     reader = KeyReader(metadata, architecture.name, where)
     consumed = _CONSUMED | architecture.keys | (_EXPERT_KEYS if architecture.mixture else frozenset())
     neutral = {**_NEUTRAL, **architecture.neutral}
+    consumed |= _of_parts_that_no_layer_has(reader, architecture, tensors)
     reader.refuse_unknown(consumed | (_WITHOUT_EFFECT - neutral.keys()), neutral)
     reader.require(architecture.required_keys)
     layers = reader.integer("block_count")
@@ -129,7 +129,7 @@ def read_hyperparameters(
     ffn = reader.per_layer("feed_forward_length", layers)
     windows = _windows(reader, architecture, layers)
     theta = reader.number("rope.freq_base", default=_DEFAULT_THETA)
-    scaling = _scaling(reader, architecture.rope_factors and (LONG_FACTORS in tensors or SHORT_FACTORS in tensors))
+    scaling = read_scaling(reader, architecture, tensors, theta)
     return Hyperparameters(
         layers=layers,
         context_length=reader.integer("context_length"),
@@ -157,6 +157,19 @@ def read_hyperparameters(
     )
 
 
+def _of_parts_that_no_layer_has(
+    reader: KeyReader, architecture: Architecture, tensors: Collection[str]
+) -> frozenset[str]:
+    """The keys about parts that other models of this family have, where the file holds no tensor of such a part."""
+    found: set[str] = set()
+    for start, parts in architecture.foreign_parts.items():
+        if not any(part in name for name in tensors for part in parts):
+            found.update(
+                key for key in reader.names() if key == start or (start.endswith(".") and key.startswith(start))
+            )
+    return frozenset(found)
+
+
 def _head_dim(reader: KeyReader, hidden: int, n_heads: int) -> int:
     if not reader.has("attention.key_length") and hidden % n_heads:
         reader.fail("embedding_length", f"is {hidden}, not a multiple of {n_heads} heads, and there is no key_length")
@@ -177,7 +190,10 @@ def _attention_scale(reader: KeyReader, architecture: Architecture, sizes: tuple
 def _windows(reader: KeyReader, architecture: Architecture, layers: int) -> tuple[int, ...]:
     if not architecture.window_period:
         return (0,) * layers
-    window = reader.integer("attention.sliding_window", default=architecture.default_window, low=0)
+    if not reader.has(_WINDOW) and not architecture.default_window:
+        for key in filter(reader.has, _OF_WINDOWS):
+            reader.fail(key, f"is there, but {_WINDOW}, the width of the windows, is missing")
+    window = reader.integer(_WINDOW, default=architecture.default_window, low=0)
     if architecture.window_period == 1:
         return (window,) * layers
     pattern = reader.pattern("attention.sliding_window_pattern", layers, period=architecture.window_period)
@@ -198,44 +214,3 @@ def _experts(reader: KeyReader, architecture: Architecture, ffn: tuple[int, ...]
         reader.fail("expert_used_count", f"is {used}, more than the {count} experts there are")
     shared = reader.integer("expert_shared_feed_forward_length", default=0, low=0) if mixture.shared else 0
     return ExpertCounts(count, used, reader.integer("expert_feed_forward_length", default=ffn[0]), shared)
-
-
-def _scaling(reader: KeyReader, long_factors: bool) -> RopeScaling:
-    """As in llama.cpp, a factor without a type is linear, and the factor tensors of LongRoPE need no type."""
-    factors = [reader.number(key) for key in ("rope.scaling.factor", "rope.scale_linear") if reader.has(key)]
-    if len(set(factors)) > 1:
-        reader.fail("rope.scaling.factor", f"is {factors[0]:g}, but rope.scale_linear is {factors[1]:g}")
-    factor = factors[0] if factors else None
-    default = ScalingKind.LONGROPE if long_factors else ScalingKind.NONE if factor is None else ScalingKind.LINEAR
-    name = reader.text("rope.scaling.type", default=default.value)
-    if name not in (kind.value for kind in ScalingKind):
-        known = ", ".join(kind.value for kind in ScalingKind)
-        reader.refuse("rope.scaling.type", f"is {name[:80]!r}; {known} and rope_freqs.weight are served")
-    kind = ScalingKind(name)
-    if long_factors != (kind is ScalingKind.LONGROPE):
-        there = "there are" if long_factors else "there are no"
-        reader.fail("rope.scaling.type", f"is {name!r}, but {there} tensors {LONG_FACTORS!r} and {SHORT_FACTORS!r}")
-    if kind in (ScalingKind.NONE, ScalingKind.LONGROPE) and factor not in (None, 1.0):
-        reader.fail("rope.scaling.factor", f"is {factor:g}, but rope.scaling.type is {name!r}")
-    if kind in (ScalingKind.LINEAR, ScalingKind.YARN) and factor is None:
-        reader.fail("rope.scaling.type", f"is {name!r}, but there is no rope.scaling.factor")
-    magnitude = reader.number("rope.scaling.attn_factor", default=1.0)
-    if kind is ScalingKind.LONGROPE:
-        if not reader.has("rope.scaling.attn_factor"):
-            reader.fail("rope.scaling.attn_factor", "is missing, which LongRoPE's factors need")
-        return RopeScaling(kind, 1.0, reader.integer("rope.scaling.original_context_length"), magnitude=magnitude)
-    if magnitude != 1:
-        reader.refuse("rope.scaling.attn_factor", f"is {magnitude:g}, but rope.scaling.type is {name!r}")
-    if kind is ScalingKind.YARN:
-        if reader.number("rope.freq_base", default=_DEFAULT_THETA) == 1:
-            reader.fail("rope.freq_base", "is 1, with which YaRN can tell no pair from another")
-        assert factor is not None
-        return RopeScaling(
-            kind,
-            factor,
-            reader.integer("rope.scaling.original_context_length"),
-            fast_turns=reader.number("rope.scaling.yarn_beta_fast", default=32.0),
-            slow_turns=reader.number("rope.scaling.yarn_beta_slow", default=1.0),
-            magnitude=reader.number("rope.scaling.yarn_attn_factor", default=yarn_magnitude(factor)),
-        )
-    return RopeScaling(kind, 1.0 if factor is None else factor)

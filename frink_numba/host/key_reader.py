@@ -28,13 +28,12 @@ class KeyReader:
 
     def refuse_unknown(self, consumed: Set[str], neutral: Mapping[str, Any]) -> None:
         """Refuse every key of this prefix but those `consumed` and those of their `neutral` value."""
-        for full in self.metadata:
-            prefix, dot, key = full.partition(".")
-            if prefix != self.prefix or not dot or key in consumed:
+        for key in self.names():
+            if key in consumed:
                 continue
             if key not in neutral:
                 self.refuse(key[:80], "is not known to this version, and may change the result")
-            value, wanted = self.metadata[full], neutral[key]
+            value, wanted = self.metadata[f"{self.prefix}.{key}"], neutral[key]
             if not isinstance(value, bool | int | float) or value != wanted:
                 shown = value if isinstance(value, bool | int | float) else f"a {type(value).__name__}"
                 self.refuse(key, f"is {shown}, not {wanted}")
@@ -43,6 +42,10 @@ class KeyReader:
         """GgufError for the first of `keys`, in alphabetical order, that is missing."""
         for key in sorted(keys):
             self._get(key)
+
+    def names(self) -> list[str]:
+        """All keys of this prefix that the file holds."""
+        return [full.removeprefix(f"{self.prefix}.") for full in self.metadata if full.startswith(f"{self.prefix}.")]
 
     def has(self, key: str) -> bool:
         return f"{self.prefix}.{key}" in self.metadata

@@ -8,8 +8,9 @@ import numpy as np
 
 from frink_numba.host.architectures import Architecture
 from frink_numba.host.gguf import GgufFile
-from frink_numba.host.hyperparameters import LONG_FACTORS, SHORT_FACTORS, ExpertCounts, Hyperparameters
+from frink_numba.host.hyperparameters import ExpertCounts, Hyperparameters
 from frink_numba.host.rope_scaling import ScalingKind, scaled_rope
+from frink_numba.host.scaling_keys import LONG_FACTORS, SHORT_FACTORS
 from frink_numba.host.tensor_reader import TensorReader
 from frink_numba.layer import AttentionSpec, Expert, FeedForward, Layer, Rope
 from frink_numba.quant import QuantMatrix

@@ -104,7 +104,12 @@ def _reasons(layer: Layer) -> set[str]:
             value = getattr(part, field.name)
             if not any(value is other for other in parts):  # a part with fields of its own
                 found.add(RULES[type(part)][field.name](value, part))
-    return {reason for reason in found if reason is not None}
+    return {_of_any_size(reason) for reason in found if reason is not None}
+
+
+def _of_any_size(reason: str) -> str:
+    """A reason without the tiny model's number of experts, which would read like a limit."""
+    return re.sub(r"^\d+ experts", "several experts", reason)
 
 
 def _names(variants: Iterable[Variant]) -> str:

@@ -24,6 +24,8 @@ PLAIN = {
 
 TENSORS = tuple(f"tensor {i}" for i in range(29))
 LONG = (*TENSORS[2:], "rope_factors_long.weight", "rope_factors_short.weight")
+ORIGINAL = {"rope__scaling__original_context_length": 64}
+WINDOW = {"attention__sliding_window": 7}
 GRANITE = {"attention__scale": 0.25, "logit_scale": 8.0}
 EXPERTS = {"expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32}
 
@@ -91,7 +93,9 @@ def test_arrays_give_one_number_a_layer():
         ({"rope__scaling__factor": 8.0}, 8.0),  # as in llama.cpp, a factor alone is linear
         ({"rope__scale_linear": 2.0}, 2.0),
         ({"rope__scale_linear": 2.0, "rope__scaling__factor": 2.0, "rope__scaling__type": "linear"}, 2.0),
-        ({"rope__scaling__original_context_length": 4096, "rope__scaling__finetuned": True}, 1.0),
+        ({"rope__scaling__original_context_length": 512, "rope__scaling__finetuned": True}, 1.0),
+        ({"rope__scaling__type": "none", "rope__scaling__original_context_length": 64}, 1.0),
+        ({"rope__scaling__type": "linear", "rope__scaling__factor": 8.0, **ORIGINAL}, 8.0),
     ],
 )
 def test_linear_scaling_in_all_its_spellings(changes, factor):
@@ -133,7 +137,26 @@ def test_windows_by_period_or_by_layer():
     assert read("gemma3", **window, attention__sliding_window_pattern=1).windows == (0, 0, 0)
     flags = np.array([False, True, True])
     assert read("exaone4", **window, attention__sliding_window_pattern=flags).windows == (0, 7, 7)
-    assert read("olmo2", attention__sliding_window_pattern=flags).windows == (0, 0, 0)
+    assert read("olmo2", attention__sliding_window=0, attention__sliding_window_pattern=flags).windows == (0, 0, 0)
+    assert read("gemma2", attention__sliding_window_pattern=flags).windows == (0, 4096, 4096)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key"),
+    [
+        ("gemma3", "attention__sliding_window_pattern"),
+        ("gemma3", "rope__freq_base_swa"),
+        ("olmo2", "attention__sliding_window_pattern"),
+        ("olmo2", "rope__freq_base_swa"),
+        ("exaone4", "attention__sliding_window_pattern"),
+    ],
+)
+def test_facts_of_windows_without_their_width_are_refused(architecture, key):
+    """The file contradicts itself: every layer would see everything, where some were made not to."""
+    name = key.replace("__", ".").replace(".", r"\.")
+    with pytest.raises(GgufError, match=rf"{architecture}\.{name} is there, but attention\.sliding_window, .*missing"):
+        read(architecture, **{key: 3})
+    assert read(architecture, **{key: 3}, attention__sliding_window=7).windows[0] == 7
 
 
 def test_layers_that_are_not_rotated():
@@ -149,7 +172,7 @@ def test_the_base_and_scaling_of_layers_with_a_window():
     hyper = read("gemma3", **linear)
     assert (hyper.rope_theta, hyper.local_theta) == (1e6, 1e4)
     assert (hyper.scaling.factor, hyper.local_scaling) == (8.0, PLAIN_SCALING)
-    assert read("gemma3", rope__freq_base_swa=5e3).local_theta == 5e3
+    assert read("gemma3", attention__sliding_window=7, rope__freq_base_swa=5e3).local_theta == 5e3
     hyper = read("llama", **linear)
     assert hyper.local_theta == hyper.rope_theta
     assert hyper.local_scaling == hyper.scaling
@@ -253,10 +276,14 @@ def test_a_malformed_or_contradictory_fact_is_named(changes, words):
         ("qwen3moe", {"expert_feed_forward_length": 32}, r"qwen3moe\.expert_count is missing"),
         ("qwen3moe", {**EXPERTS, "expert_count": 0}, r"qwen3moe\.expert_count is 0"),
         ("qwen2moe", EXPERTS, r"qwen2moe\.expert_shared_feed_forward_length is missing"),
-        ("gemma3", {"attention__sliding_window_pattern": np.array([1, 0])}, r"pattern has 2 entries for 3 layers"),
-        ("gemma3", {"attention__sliding_window_pattern": np.array([1, 0, 2])}, r"pattern holds other values"),
-        ("gemma3", {"attention__sliding_window_pattern": 0}, r"pattern is 0"),
-        ("gemma3", {"attention__sliding_window_pattern": "LG"}, r"pattern holds a str"),
+        (
+            "gemma3",
+            {**WINDOW, "attention__sliding_window_pattern": np.array([1, 0])},
+            r"pattern has 2 entries for 3 layers",
+        ),
+        ("gemma3", {**WINDOW, "attention__sliding_window_pattern": np.array([1, 0, 2])}, r"pattern holds other values"),
+        ("gemma3", {**WINDOW, "attention__sliding_window_pattern": 0}, r"pattern is 0"),
+        ("gemma3", {**WINDOW, "attention__sliding_window_pattern": "LG"}, r"pattern holds a str"),
     ],
 )
 def test_what_an_architecture_needs_is_named(architecture, changes, words):
@@ -328,7 +355,6 @@ def test_a_window_is_refused_where_the_file_does_not_say_which_layers_have_it():
     "changes",
     [
         {"expert_count": 0, "expert_used_count": 0},
-        {"rope__scaling__yarn_ext_factor": 1.0, "rope__scaling__yarn_beta_fast": 16.0},
         {"expert_gating_func": 1, "expert_group_count": 0, "expert_group_used_count": 0, "nextn_predict_layers": 0},
         {"attention__causal": True},
         {"rope__scaling__attn_factor": 1.0},
@@ -342,3 +368,33 @@ def test_keys_that_change_nothing_are_taken(changes):
 def test_keys_of_another_prefix_do_not_matter():
     metadata = {**PLAIN, "llama4.expert_count": 8, "llamas": 1, "quantize.imatrix.file": "x"}
     assert read_hyperparameters(metadata, find_architecture("llama"), tensors=TENSORS, where="m.gguf") == read()
+
+
+STATE_SPACE = {"ssm__conv_kernel": 4, "ssm__inner_size": 128, "ssm__state_size": 16, "ssm__group_count": 1}
+
+
+@pytest.mark.parametrize("more", [{}, {"expert_shared_feed_forward_length": 96, "expert_count": 0}])
+def test_granite_4_of_attention_only_states_parts_that_it_has_not(more):
+    """The converter writes the keys of the whole family; without tensors of such parts they mean nothing."""
+    assert read("granite", **GRANITE, **STATE_SPACE, **more) == read("granite", **GRANITE)
+    mixture = {**GRANITE, "expert_count": 8, "expert_used_count": 2}
+    assert read("granitemoe", **mixture, **STATE_SPACE) == read("granitemoe", **mixture)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "keys", "named"),
+    [
+        ("blk.1.ssm_in.weight", STATE_SPACE, r"ssm\.conv_kernel"),
+        ("blk.1.ffn_gate_exps.weight", {"expert_shared_feed_forward_length": 96}, "expert_shared_feed_forward_length"),
+        ("blk.1.ffn_up_shexp.weight", {"expert_shared_feed_forward_length": 96}, "expert_shared_feed_forward_length"),
+        ("blk.1.ffn_up.weight", {"expert_shared_feed_forward_lengths": 96}, "expert_shared_feed_forward_lengths"),
+    ],
+)
+def test_those_keys_are_refused_beside_tensors_of_such_parts(tensor, keys, named):
+    with pytest.raises(UnsupportedModelError, match=rf"granite\.{named} is not known"):
+        read("granite", (*TENSORS, tensor), **GRANITE, **keys)
+
+
+def test_other_architectures_have_no_state_space():
+    with pytest.raises(UnsupportedModelError, match=r"llama\.ssm\.conv_kernel is not known"):
+        read(**STATE_SPACE)

@@ -252,3 +252,12 @@ def test_a_file_of_gemma2_without_caps_has_those_of_all_its_models(keys, tmp_pat
         del file.metadata[f"gemma2.{name}"]
     logits = run(write(file, tmp_path / "m.gguf"), tokens(variant))
     assert worst_error(logits, golden_logits(variant)) < 1e-5
+
+
+def test_granite_4_of_attention_only_runs_with_the_keys_of_its_family(save, run):
+    """Its converter states a state space and a shared expert; no tensor is of either."""
+    variant = VARIANTS["granite_multipliers"]
+    stated = {"ssm__conv_kernel": 4, "ssm__inner_size": 128, "ssm__state_size": 16, "ssm__group_count": 1}
+    more = {"ssm__time_step_rank": 4, "expert_shared_feed_forward_length": variant.ffn, "expert_count": 0}
+    path = save("granite_multipliers", keys("granite", **stated, **more))
+    assert worst_error(run(path, tokens(variant)), golden_logits(variant)) < 1e-5
