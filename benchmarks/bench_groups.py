@@ -132,7 +132,7 @@ def measure(name: str, backends: str, what: Sequence[str], counts: Sequence[int]
     def add(case: str, tokens: int, step: Callable[[], None], baseline: str, than: float | None) -> float:
         samples = [tokens / taken for taken in seconds(step, runs)]
         row = Row.from_samples(
-            f"{bench.shape.name} {case}", "tok/s", samples, bench.backend,
+            f"{bench.shape.name.replace('135M ', '135M shape ')} {case}", "tok/s", samples, bench.backend,
             tier=tier, baseline=baseline if than else None, baseline_value=than,
         )  # fmt: skip
         rows.append(row)

@@ -191,8 +191,9 @@ def create_backends(
 ) -> tuple[list[Backend], list[Unavailable]]:
     """Make the backends of `order` for one model's layers; `host` makes the engine's own.
 
-    One that cannot run here, that does not promise `invariant` results where these are asked for, or that misbehaves, is reported once and left out: a warning when the user named it or
-    the machine has what it needs, else an info line. BackendError when none is left.
+    One that cannot run here, that does not promise `invariant` results where these are asked for, or that misbehaves,
+    is reported once and left out: a warning when the user named it or the machine has what it needs, else an info line.
+    BackendError when none is left.
     """
     made: list[Backend] = []
     missing: list[Unavailable] = []
