@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from frink_numba.errors import ShapeError
 from frink_numba.kernels import decode_attention_kernel
 from frink_numba.kernels.cubins import Source
-from frink_numba.kernels.decode_attention_kernel import LEAST_KEYS, MOST_PARTS, STEP, THREADS, DecodeKernel
+from frink_numba.kernels.decode_attention_variant import ARGUMENTS, LEAST_KEYS, MOST_PARTS, STEP, THREADS, DecodeKernel
 from frink_numba.kernels.launch import KernelShelf, Launch, LoadedKernel
 from frink_numba.kernels.thin_gemm_plan import ThinDevice
 from frink_numba.layer import RopeLayout
@@ -123,7 +123,7 @@ class DecodeAttentions:
         return max(1, min(MOST_PARTS, 2 * self.multiprocessors // tasks))
 
     def _kernel(self, variant: DecodeKernel) -> LoadedKernel:
-        source, arguments = source_of(variant), decode_attention_kernel.ARGUMENTS
+        source, arguments = source_of(variant), ARGUMENTS
         return self._shelf.kernel(source, arguments, variant.shared, overlap=variant.overlap)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from frink_numba.kernels.decode_attention_kernel import q_row_bytes, sums_row
+from frink_numba.kernels.decode_attention_variant import q_row_bytes, sums_row
 from frink_numba.kernels.ptx import Emitter, Register, emitted
 from frink_numba.layer import RopeLayout
 

@@ -19,7 +19,7 @@ from frink_numba.cuda.tensor.body import TensorBody
 from frink_numba.cuda.tensor.kernels import TensorKernels
 from frink_numba.cuda.tensor.scratch import COUNTERS
 from frink_numba.kernels import (
-    decode_attention_kernel,
+    decode_attention_variant,
     fused_attention_mma,
     fused_attention_wgmma,
     gemm_mma,
@@ -154,7 +154,7 @@ class FakeDecodes(DecodeAttentions):
         self._made: dict[Any, FakeKernel] = {}
 
     def _kernel(self, variant: Any) -> Any:
-        arguments = decode_attention_kernel.ARGUMENTS
+        arguments = decode_attention_variant.ARGUMENTS
         made = FakeKernel(self._runtime, "decode_attention", arguments, variant, compute.decode_attention)
         return self._made.setdefault(variant, made)  # attentions are equal where their kernels are
 
