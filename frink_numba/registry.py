@@ -202,7 +202,8 @@ def create_backends(
             backend = _create(name, layers, host)
             if invariant and getattr(backend, "invariant", False) is not True:
                 backend.close()
-                raise BackendUnavailable("FRINK_INVARIANT=1, and its results may depend on how a text is cut")
+                again = "; load the model again with it set" if name == HOST else ""
+                raise BackendUnavailable(f"FRINK_INVARIANT=1, and its results may depend on how a text is cut{again}")
         except BackendUnavailable as error:
             reason, quiet = str(error), error.absent and name not in order.named
         except PLUGIN_ERRORS as error:
@@ -214,7 +215,8 @@ def create_backends(
         say_once(logging.INFO if quiet else logging.WARNING, f"backend {name} is unavailable: {reason}")
     if not made:
         reasons = "; ".join(f"{entry.name}: {entry.reason}" for entry in missing)
-        raise BackendError(f"{order.source}: no backend can run here ({reasons}); add 'host' to the list")
+        remedy = "" if HOST in order.names else "; add 'host' to the list"
+        raise BackendError(f"{order.source}: no backend can run here ({reasons}){remedy}")
     return made, missing
 
 

@@ -56,11 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     if not arguments.prompt and not arguments.generate:
         arguments.parser.error("nothing to measure: give -p or -n a number")
-    if arguments.compare and arguments.adapters:
+    if arguments.compare is not None and arguments.adapters:
         arguments.parser.error("llama-bench takes no adapter: --compare and --adapter exclude each other")
     if arguments.receipt:
         check_place(arguments.receipt)
-    program = compare.find(arguments.compare) if arguments.compare else None
+    program = compare.find(arguments.compare) if arguments.compare is not None else None
     with open_engine(arguments) as (model, decoder):
         longest = max(arguments.prompt + arguments.generate)
         if longest > model.context_length:

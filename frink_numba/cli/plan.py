@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.engine(parser)
     parser.add_argument(
-        "--batch", type=common.at_least(1), default=512, metavar="N", help="rows of the step; 1 asks about decode (512)"
+        "--batch",
+        type=common.at_least(1),
+        metavar="N",
+        help="rows of the step; 1 asks about decode (512, or the context)",
     )
     parser.add_argument(
         "--length", type=common.at_least(1), metavar="N", help="positions of the text at the step's end (--batch)"
@@ -29,11 +32,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from frink_numba.cli.engine import label, open_engine
 
-    length = arguments.batch if arguments.length is None else arguments.length
-    if length < arguments.batch:
-        arguments.parser.error(f"a text of {length} positions cannot end with a step of {arguments.batch} rows")
+    batch, length = arguments.batch, arguments.length
+    if batch is not None and length is not None and length < batch:
+        arguments.parser.error(f"a text of {length} positions cannot end with a step of {batch} rows")
     with open_engine(arguments) as (model, decoder):
-        plan = decoder.plan(batch=arguments.batch, length=length)
+        context = model.context_length
+        for option, number in (("--batch", batch), ("--length", length)):
+            if number is not None and number > context:
+                arguments.parser.error(f"{option} {number} is beyond the context of {context} positions")
+        if batch is None:
+            batch = min(512, context if length is None else length)
+        plan = decoder.plan(batch=batch, length=batch if length is None else length)
         name = label(model)
     if arguments.json:
         output.write_json({"model": name, **plan.as_dict()})

@@ -56,15 +56,23 @@ def _run_lines(arguments: argparse.Namespace, text: str) -> int:
     """Score every line by itself, many at a time; the totals are those of all tokens."""
     from frink_numba.cli.engine import label, open_engine
 
-    lines = [line for line in text.splitlines() if line.strip()]
-    if not lines:
+    numbered = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not numbered:
         arguments.parser.error("there is no line to score")
     with open_engine(arguments) as (model, decoder):
         import numpy as np
 
+        from frink_numba.errors import PromptError
         from frink_numba.host.score import batch_log_probabilities, perplexity
 
+        lines = [line for _, line in numbered]
         tokens = [model.tokenizer.encode(line) for line in lines]
+        for (number, line), own in zip(numbered, tokens, strict=True):
+            if len(own) < 2:
+                raise PromptError(
+                    f"line {number}, {line!r}, is a single token, and nothing before it tells how likely it is: "
+                    "leave it out, or add to it"
+                )
         with output.progress_bar() as bar:
             report = (lambda done, total: bar("score", done, total)) if bar else None
             scores = batch_log_probabilities(decoder, tokens, progress=report)

@@ -163,6 +163,10 @@ class Decoder:
                 if chosen := [part for part in parts if part.keep is alike]:
                     self._run(chosen)
             done += sum(part.last - part.first for part in parts)
+            if caches is None:  # a long prompt's rows go as soon as its last piece has run
+                del parts, chosen
+                for n, _, last in group:
+                    held[n] = blank if last == len(ids[n]) else held[n]
             if progress is not None and progress(done, total) is False and done < total:
                 raise Cancelled(f"cancelled after {done} of {total} tokens")
         return outputs
@@ -189,7 +193,7 @@ class Decoder:
         parts = [
             Part(
                 *(ids[at : at + 1], 0, 1, cache, frozenset(), Output()),
-                stage=stage,
+                stage=stage or greedy,
                 hands_over=True,
                 ahead=int(greedy),
                 choices=choices,
@@ -203,6 +207,9 @@ class Decoder:
                 part.output.token = int(part.chosen[0])
                 if part.output.token < 0:
                     raise FrinkError(NOT_NUMBERS)
+        if greedy and not stage:
+            for cache in held:
+                cache.advance()
         return [part.output for part in parts]
 
     def decode_ahead(self, token: int, cache: KVCache, most: int, *, stage: bool = False) -> list[int]:

@@ -80,7 +80,10 @@ class BatchGeneration(Iterator[tuple[int, Piece]]):
             chosen = self._go_on(going) if going else []
             for number, token in [*zip(going, chosen, strict=True), *zip(fresh, begun, strict=True)]:
                 answer = self.answers[number]
-                answer.cache.advance(answer.cache.staged)
+                if answer.tokens:
+                    if not answer.cache.staged:  # it was changed since: its token is chosen anew in the next round
+                        continue
+                    answer.cache.advance()
                 piece = answer.add(token)
                 if answer.finish_reason is not None and not self._keep:
                     answer.cache = self._decoder.new_cache()  # its rows may be many

@@ -85,7 +85,7 @@ def _logits(
 
 
 def _room(cache: LayerCache, step: Step, layer: PreparedLayer) -> tuple[np.ndarray, ...]:
-    """K and V with room for the step's rows at their end, and that room in the cache; arrays of nobody's else."""
+    """K and V with room for the step's rows at their end, and that room in the cache; nobody else has the arrays."""
     if not step.keep:
         shape = (step.batch, layer.shape.n_kv_heads, layer.shape.head_dim)
         return np.empty(shape, np.float32), np.empty(shape, np.float32)

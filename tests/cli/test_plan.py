@@ -30,7 +30,13 @@ def test_a_text_ends_with_the_step(smollm2_path: Path) -> None:
     done = frink("plan", "smollm2-135m", "--batch", "64", "--length", "63")
     assert done.returncode == 2
     assert "cannot end with a step of 64 rows" in done.stderr
-    assert "8192" in one_line_error(frink("plan", "smollm2-135m", "--length", "9000"))
+    assert "8192" in one_line_error(frink("plan", "smollm2-135m", "--length", "9000"), 2)
+
+
+def test_a_step_is_within_the_context(smollm2_path: Path) -> None:
+    assert frink_json("plan", "smollm2-135m", "--context", "100")["batch"] == 100
+    message = one_line_error(frink("plan", "smollm2-135m", "--batch", "4", "--context", "3"), 2)
+    assert "--batch 4 is beyond the context of 3 positions" in message
 
 
 def test_memory_is_a_table_of_bytes(capsys: pytest.CaptureFixture[str]) -> None:

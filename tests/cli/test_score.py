@@ -103,5 +103,12 @@ def test_every_line_is_a_text(smollm2_path: Path, tmp_path: Path) -> None:
     assert shown[0].endswith(repr(_TEXT))
 
 
+def test_a_line_of_one_token_is_named(smollm2_path: Path, tmp_path: Path) -> None:
+    """By its number in the file, before anything is scored."""
+    (tmp_path / "text.txt").write_text("The first line.\n\nx\n")
+    message = one_line_error(frink("score", "smollm2-135m", "--lines", "--file", str(tmp_path / "text.txt")))
+    assert message.startswith("line 3, 'x', is a single token")
+
+
 def test_no_line_at_all_is_an_error(smollm2_path: Path) -> None:
     assert "no line" in one_line_error(frink("score", "smollm2-135m", "--lines", " \n "), 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from itertools import pairwise
 
 import numpy as np
@@ -82,6 +84,26 @@ def test_a_prompt_longer_than_a_chunk_needs_no_cache(decoder):
     got = decoder.prefill_batch([TOKENS[:100], TOKENS[100:103]], chunk_size=16)
     want = decoder.prefill(TOKENS[:100], decoder.new_cache())
     assert relative(got[0].logits, want.logits) < 1e-5
+
+
+def test_rows_of_long_prompts_go_when_they_have_run(decoder, monkeypatch):
+    """A batch whose rows nobody wants takes the memory of one long prompt."""
+    made, real, most = [], type(decoder).new_cache, []
+
+    def new_cache(self):
+        cache = real(self)
+        made.append(weakref.ref(cache))
+        return cache
+
+    def progress(done, total):
+        gc.collect()
+        caches = [cache for ref in made if (cache := ref()) is not None]
+        most.append(sum(cache.positions > 0 for cache in caches))
+
+    monkeypatch.setattr(type(decoder), "new_cache", new_cache)
+    decoder.prefill_batch([TOKENS[at : at + 40] for at in (0, 40, 80, 120)], chunk_size=32, progress=progress)
+    assert len(made) == 5
+    assert max(most) <= 1
 
 
 def test_no_prompts_answer_nothing(decoder):

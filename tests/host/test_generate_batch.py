@@ -181,3 +181,28 @@ def test_logits_that_are_no_numbers_are_an_error(text_decoder, monkeypatch):
     next(batch)
     with pytest.raises(FrinkError, match="not numbers"):
         next(batch)
+
+
+@pytest.mark.parametrize("change", ["truncated", "grown"])
+def test_a_cache_changed_between_pieces_is_asked_again(text_decoder, change):
+    """As `generate` does: what was chosen from rows that are gone is not handed out."""
+
+    def changed(cache):
+        if change == "truncated":
+            cache.truncate(cache.positions - 1)
+        else:
+            text_decoder.decode(5, cache)
+
+    prompts = PROMPTS[:2]
+    caches = [text_decoder.new_cache() for _ in prompts]
+    batch = text_decoder.generate_batch(prompts, max_new_tokens=8, caches=caches)
+    for number, _ in batch:
+        if number == 0 and len(batch.answers[0].tokens) == 4:
+            changed(caches[1])
+    cache = text_decoder.new_cache()
+    answer = text_decoder.generate(prompts[1], max_new_tokens=8, cache=cache)
+    for _ in answer:
+        if len(answer.tokens) == 3:  # the other answer's fourth piece came before this one's
+            changed(cache)
+    assert batch.answers[1].tokens == answer.tokens
+    assert caches[1].positions == cache.positions
