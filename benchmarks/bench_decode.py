@@ -19,14 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.bench_prefill import SHAPES, opened, real_smollm2, share_packs
+from benchmarks.bench_prefill import SHAPES, opened, real_smollm2, record, share_packs
 from frink_numba.backend import Step
-from frink_numba.driver import query_driver
 from frink_numba.errors import ModelNotFoundError
 from frink_numba.host.dequantize import dequantize_rows
 from frink_numba.host.kv_cache import KVCache
 from frink_numba.host.token_source import MOST_AHEAD
-from frink_numba.receipt import Row, cpu_name, receipt, write_receipt
+from frink_numba.receipt import Row
 
 Answer = Callable[[int], float]
 """Called with a number of tokens to generate behind the prompt; answers tokens per second."""
@@ -110,7 +109,7 @@ def measure(name: str, prompt: int, backends: str, tokens: int, runs: int) -> li
         answers, served = smollm2_answers(prompt, backends)
     except ModelNotFoundError:
         answers, served = shape_answers(name, prompt, backends)
-        label = label.replace("135M", "135M shape")
+        label = SHAPES[name].drawn
     backend, _, note = served.partition(", ")
     tier = note.rpartition(", ")[2].removesuffix(" tier") or None
     made = []
@@ -140,12 +139,7 @@ def main() -> int:
         for prompt in arguments.prompts.split(","):
             rows += measure(name, int(prompt), arguments.backend, arguments.tokens, arguments.runs)
     if arguments.receipt is not None:
-        driver = query_driver()
-        machine = driver.devices[0].name if driver.devices and arguments.backend != "host" else cpu_name()
-        command = "python -m benchmarks.bench_decode " + " ".join(
-            f"--{name} {getattr(arguments, name)}" for name in ("shapes", "prompts", "tokens", "runs", "backend")
-        )
-        write_receipt(arguments.receipt, receipt("decode", command, rows, machine=machine, driver=driver.version))
+        record(arguments, "decode", rows, ("shapes", "prompts", "tokens", "runs", "backend"))
     return 0
 
 

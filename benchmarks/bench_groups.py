@@ -18,12 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.bench_prefill import SHAPES, opened, share_packs
+from benchmarks.bench_prefill import SHAPES, opened, record, share_packs
 from frink_numba.backend import Step
 from frink_numba.dispatch import StepResult
-from frink_numba.driver import query_driver
 from frink_numba.host.kv_cache import KVCache
-from frink_numba.receipt import Row, cpu_name, receipt, write_receipt
+from frink_numba.receipt import Row
 
 TEXTS, TEXT_TOKENS = 64, 64
 CHUNK = 2048
@@ -132,7 +131,7 @@ def measure(name: str, backends: str, what: Sequence[str], counts: Sequence[int]
     def add(case: str, tokens: int, step: Callable[[], None], baseline: str, than: float | None) -> float:
         samples = [tokens / taken for taken in seconds(step, runs)]
         row = Row.from_samples(
-            f"{bench.shape.name.replace('135M ', '135M shape ')} {case}", "tok/s", samples, bench.backend,
+            f"{bench.shape.drawn} {case}", "tok/s", samples, bench.backend,
             tier=tier, baseline=baseline if than else None, baseline_value=than,
         )  # fmt: skip
         rows.append(row)
@@ -169,12 +168,7 @@ def main() -> int:
     for name in arguments.shapes.split(","):
         rows += measure(name, arguments.backend, arguments.what.split(","), counts, arguments.runs)
         if arguments.receipt is not None:  # what was measured stays, should time run out
-            driver = query_driver()
-            machine = driver.devices[0].name if driver.devices and arguments.backend != "host" else cpu_name()
-            command = "python -m benchmarks.bench_groups " + " ".join(
-                f"--{word} {getattr(arguments, word)}" for word in ("shapes", "what", "sequences", "runs", "backend")
-            )
-            write_receipt(arguments.receipt, receipt("groups", command, rows, machine=machine, driver=driver.version))
+            record(arguments, "groups", rows, ("shapes", "what", "sequences", "runs", "backend"))
     return 0
 
 

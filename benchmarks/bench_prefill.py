@@ -55,6 +55,11 @@ class Shape:
     better_kind: str  # of v and down in half of the layers
     edge_kind: str  # of the embedding, which is the output matrix too
 
+    @property
+    def drawn(self) -> str:
+        """Its name in figures, where its weights are random."""
+        return self.name if "shape" in self.name else self.name.replace("135M", "135M shape")
+
 
 SHAPES = {
     "smollm2": Shape("SmolLM2-135M Q4_1", 30, 576, 1536, 9, 3, 64, 49152, 1e5, "Q4_1", "Q4_1", "Q8_0"),
@@ -237,7 +242,7 @@ def measure(name: str, tokens: int, backends: str, runs: int, baseline: bool) ->
             step, served = smollm2_step(tokens, backends)
         except ModelNotFoundError:
             step, served = layers_step(shape, tokens, backends)
-            case = f"{shape.name.replace('135M', '135M shape')} pp{tokens}"
+            case = f"{shape.drawn} pp{tokens}"
     else:
         step, served = layers_step(shape, tokens, backends)
     samples = [tokens / taken for taken in seconds(step, runs)]
@@ -246,6 +251,15 @@ def measure(name: str, tokens: int, backends: str, runs: int, baseline: bool) ->
     row = Row.from_samples(case, "tok/s", samples, backend, tier=tier, **more)
     print(f"{case}: {row.value:.0f} tok/s ({row.p20:.0f} to {row.p80:.0f}) on {served}; {more}", flush=True)
     return row
+
+
+def record(arguments: argparse.Namespace, benchmark: str, rows: Sequence[Row], options: Sequence[str]) -> None:
+    """Write the receipt of `benchmarks.bench_BENCHMARK`, whose command these options of `arguments` make up."""
+    driver = query_driver()
+    machine = driver.devices[0].name if driver.devices and arguments.backend != "host" else cpu_name()
+    words = " ".join(f"--{option.replace('_', '-')} {getattr(arguments, option)}" for option in options)
+    command = f"python -m benchmarks.bench_{benchmark} {words}"
+    write_receipt(arguments.receipt, receipt(benchmark, command, rows, machine=machine, driver=driver.version))
 
 
 def main() -> int:
@@ -265,12 +279,7 @@ def main() -> int:
         for tokens in arguments.tokens.split(",")
     ]
     if arguments.receipt:
-        driver = query_driver()
-        machine = driver.devices[0].name if driver.devices and arguments.backend != "host" else cpu_name()
-        command = "python -m benchmarks.bench_prefill " + " ".join(
-            f"--{name} {getattr(arguments, name)}" for name in ("shapes", "tokens", "backend", "runs")
-        )
-        write_receipt(arguments.receipt, receipt("prefill", command, rows, machine=machine, driver=driver.version))
+        record(arguments, "prefill", rows, ("shapes", "tokens", "backend", "runs"))
     return 0
 
 

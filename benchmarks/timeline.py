@@ -170,7 +170,7 @@ def report(name: str, tokens: int, runs: int) -> list[Row]:
     (engine,) = opened(shape, "cuda")[2].backends
     assert isinstance(engine, CudaBackend)
     made = take(step, engine, event_timer, runs)
-    case = f"{shape.name.replace('135M', '135M shape')} pp{tokens}"
+    case = f"{shape.drawn} pp{tokens}"
     backend, _, note = served.partition(", ")
     rows = made.rows(case, backend, note.rpartition(", ")[2].removesuffix(" tier") or None)
     for row in rows:
