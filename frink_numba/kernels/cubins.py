@@ -3,8 +3,9 @@
 numba-cuda makes LTO-IR of a Python function; nvJitLink links it with whole-program optimization (the only way in which
 ptxas heeds `setmaxnreg`) to a cubin, which loads in milliseconds and needs no newer driver. The folder
 `FRINK_CACHE_DIR`/cubins holds one file per kernel, keyed by everything that can change it: the kernel's name and
-parameters, the source of this package's kernels, the versions of the compilers, the target and the options. Files are
-written whole and renamed into place, so that processes share the folder safely; a damaged file is compiled again.
+parameters, the source of the modules that make it (source_digest.py), the versions of the compilers, the target and the
+options. Files are written whole and renamed into place, so that processes share the folder safely; a damaged file is
+compiled again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from frink_numba import settings
+from frink_numba.kernels.source_digest import source_digest
 from frink_numba.log import warn_once
 
 _PACKAGES = ("numba", "numba-cuda", "llvmlite", "cuda-core", "nvidia-nvjitlink", "nvidia-nvvm", "nvidia-cuda-cccl")
@@ -103,7 +105,8 @@ def load(source: Source, target: Target) -> Cubin:
 
 
 def cache_path(source: Source, target: Target) -> Path:
-    parts = [source.name, str(source.threads), str(source.blocks), target.arch, _toolchain(), _package_digest()]
+    shape = [source.name, str(source.threads), str(source.blocks), target.arch]
+    parts = [*shape, _toolchain(), source_digest(source.build)]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return Path(settings.get("FRINK_CACHE_DIR")) / "cubins" / f"{digest}.cubin"
 
@@ -117,15 +120,6 @@ def _toolchain() -> str:
         except metadata.PackageNotFoundError:
             versions.append(f"{package}=none")
     return " ".join(versions)
-
-
-@functools.cache
-def _package_digest() -> str:
-    """A digest of the source of everything that kernels are made of."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 def _read(path: Path) -> Cubin | None:
