@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,9 +29,6 @@ from frink_numba.receipt import Row
 Answer = Callable[[int], float]
 """Called with a number of tokens to generate behind the prompt; answers tokens per second."""
 
-SHAPES = SHAPES | {
-    "8b-q8": replace(SHAPES["8b"], name="Llama-3.1-8B shape Q8_0", kind="Q8_0", better_kind="Q8_0", edge_kind="Q8_0")
-}
 ROWS = ("greedy", "one by one")
 
 
