@@ -114,7 +114,7 @@ def share_packs() -> None:
             made[key] = (matrices, real(matrices, gated=gated))  # what has an id must stay
         return made[key][1]
 
-    weights.pack = pack  # type: ignore[assignment]
+    weights.pack = pack
 
 
 @functools.lru_cache(maxsize=1)

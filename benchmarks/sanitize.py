@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def start(tool: str, log: Path, only: str) -> subprocess.Popen[str]:
 
 
 def finish(tool: str, process: subprocess.Popen[str], log: Path, timeout: float) -> Finding:
-    """Wait for a tool and read its summary."""
+    """Wait for a tool for at most `timeout` seconds, and read its summary."""
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -90,12 +91,13 @@ def main() -> int:
     parser.add_argument("--receipt", type=Path)
     parser.add_argument("--logs", type=Path)
     parser.add_argument("--only", default="", help="clauses with this text alone, such as attention_gpu")
-    parser.add_argument("--timeout", type=float, default=600.0)
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for all tools together")
     arguments = parser.parse_args()
     logs = arguments.logs or Path(tempfile.mkdtemp())
     logs.mkdir(parents=True, exist_ok=True)
     running = [(tool, start(tool, logs / f"{tool}.log", arguments.only), logs / f"{tool}.log") for tool in TOOLS]
-    found = [finish(*entry, arguments.timeout) for entry in running]
+    deadline = time.monotonic() + arguments.timeout  # of all, since they run side by side
+    found = [finish(*entry, max(0.0, deadline - time.monotonic())) for entry in running]
     for finding in found:
         print(f"{finding.tool}: {finding.findings} findings, {finding.passed} tests passed", flush=True)
     if arguments.receipt and all(finding.findings is not None and finding.passed for finding in found):
