@@ -159,7 +159,10 @@ class CudaBackend:
         The weights are there, and K/V memory holds the new rows too.
         """
         settled = self._settled
-        if settled is None or self.device.problem is not None or not settled.holds(self.device, step):
+        if settled is None or self.device.problem is not None:
+            return None
+        self.device.memory.bytes()  # of now
+        if not settled.holds(self.device, step):
             return None
         start = step.start_pos
         if self._whole_cache(step) is None:
@@ -173,12 +176,13 @@ class CudaBackend:
 
         ShapeError, before any device work, when the step's arrays do not fit the layers (R20).
         """
-        layers = self._layers[l : l + length]
+        every = length == len(self._layers)
+        layers = self._layers if every else self._layers[l : l + length]
         if step.hidden is None and (l or step.lookup is None or step.tokens is None):
             raise ShapeError("a step to run needs a hidden batch")
         if step.hidden is not None:
             check_hidden(step.hidden, step.batch, layers)
-        whole = self._whole_cache(step) if length == len(self._layers) else None
+        whole = self._whole_cache(step) if every else None
         sources = []
         if whole is None:
             caches = step.caches[l : l + length]
@@ -196,7 +200,7 @@ class CudaBackend:
             with device.working():
                 settled = self._settled
                 if settled is not None and settled.holds(device, step):
-                    resident = [device.bank.get(layer) for layer in layers]
+                    resident = device.bank.get_all(self._layers)[l : l + length]
                     block = device.workspace.arena.reserve(0, 0)
                 else:
                     resident, block = self._make_room(l, layers, step, traffic)
@@ -209,7 +213,7 @@ class CudaBackend:
                 answer = device.body.run(
                     device.workspace, resident, hidden, sources, step.start_pos, block, traffic, ends
                 )
-                if length == len(self._layers):
+                if every:
                     self._settle(step)
         except Exception as error:  # numba, cuda.core and cuda.bindings each have classes of their own
             failure = device.problem or device.failed(error)

@@ -94,9 +94,9 @@ class CudaDevice:
 
     @property
     def state(self) -> tuple[int, int, int, int]:
-        """Equal as long as weights, scratch, K/V memory and budget are what they were."""
+        """Equal as long as weights, scratch, K/V memory and the budget, as last asked for, are what they were."""
         arena = self._workspace.arena.changes if self._workspace is not None else 0
-        return self.bank.changes, self.body.changes, arena, self.memory.bytes()
+        return self.bank.changes, self.body.changes, arena, self.memory.last
 
     def failed(self, error: BaseException) -> str:
         """Settle what a failure under `working()` means for later runs; its text, one line.

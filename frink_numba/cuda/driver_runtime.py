@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from frink_numba.cuda.runtime import Graph, call_driver, one_line
+from frink_numba.errors import DeviceError
 
 
 class DeviceBlock:
@@ -52,6 +52,22 @@ class _HostBlock:
         self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
+class _Current:
+    """Inside it, a context is the calling thread's."""
+
+    __slots__ = ("_context", "_driver")
+
+    def __init__(self, driver: Any, context: Any) -> None:
+        self._driver, self._context = driver, context
+
+    def __enter__(self) -> None:
+        (status,) = self._driver.cuCtxPushCurrent(self._context)
+        _check(status, "cuCtxPushCurrent")
+
+    def __exit__(self, *_: object) -> None:
+        self._driver.cuCtxPopCurrent()
+
+
 class DriverRuntime:
     """See `frink_numba.cuda.runtime.Runtime`; `number` is the driver's among the visible devices."""
 
@@ -65,15 +81,10 @@ class DriverRuntime:
         self._process = os.getpid()
         self._abandoned = False
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> _Current:
         if self._context is None:
             self._context = call_driver("cuDevicePrimaryCtxRetain", self._device)
-        call_driver("cuCtxPushCurrent", self._context)
-        try:
-            yield
-        finally:
-            self._driver.cuCtxPopCurrent()
+        return _Current(self._driver, self._context)
 
     def memory(self) -> tuple[int, int]:
         free, total = call_driver("cuMemGetInfo")
@@ -114,11 +125,15 @@ class DriverRuntime:
     def address(self, block: DeviceBlock) -> int:
         return block.address
 
+    # A step makes some dozens of the following calls while the device waits for the next: they go straight there.
+
     def send(self, address: int, source: np.ndarray, stream: Handle) -> None:
-        call_driver("cuMemcpyHtoDAsync", address, source.ctypes.data, source.nbytes, stream.handle)
+        (status,) = self._driver.cuMemcpyHtoDAsync(address, source.ctypes.data, source.nbytes, stream.handle)
+        _check(status, "cuMemcpyHtoDAsync")
 
     def fetch(self, target: np.ndarray, address: int, stream: Handle) -> None:
-        call_driver("cuMemcpyDtoHAsync", target.ctypes.data, address, target.nbytes, stream.handle)
+        (status,) = self._driver.cuMemcpyDtoHAsync(target.ctypes.data, address, target.nbytes, stream.handle)
+        _check(status, "cuMemcpyDtoHAsync")
 
     def fetch_strided(
         self, first: np.ndarray, pitch: int, count: int, address: int, stream: Handle, source_pitch: int = 0
@@ -129,7 +144,8 @@ class DriverRuntime:
         copy.srcPitch = source_pitch or first.nbytes
         copy.dstMemoryType, copy.dstHost, copy.dstPitch = kinds.CU_MEMORYTYPE_HOST, first.ctypes.data, pitch
         copy.WidthInBytes, copy.Height = first.nbytes, count
-        call_driver("cuMemcpy2DAsync", copy, stream.handle)
+        (status,) = self._driver.cuMemcpy2DAsync(copy, stream.handle)
+        _check(status, "cuMemcpy2DAsync")
 
     def graph(self, stream: Handle, launches: Sequence[Callable[[int], None]]) -> Callable[[], None]:
         return Graph(self.handle(stream), launches)
@@ -141,13 +157,16 @@ class DriverRuntime:
         call_driver("cuMemsetD8Async", address, 0, nbytes, stream.handle)
 
     def record(self, event: Handle, stream: Handle) -> None:
-        call_driver("cuEventRecord", event.handle, stream.handle)
+        (status,) = self._driver.cuEventRecord(event.handle, stream.handle)
+        _check(status, "cuEventRecord")
 
     def wait(self, event: Handle, stream: Handle) -> None:
-        call_driver("cuStreamWaitEvent", stream.handle, event.handle, 0)
+        (status,) = self._driver.cuStreamWaitEvent(stream.handle, event.handle, 0)
+        _check(status, "cuStreamWaitEvent")
 
     def synchronize(self, stream: Handle) -> None:
-        call_driver("cuStreamSynchronize", stream.handle)
+        (status,) = self._driver.cuStreamSynchronize(stream.handle)
+        _check(status, "cuStreamSynchronize")
 
     def drain(self) -> str | None:
         try:
@@ -180,3 +199,8 @@ class DriverRuntime:
         finally:
             driver.cuThreadExchangeStreamCaptureMode(mode)
             driver.cuCtxPopCurrent()
+
+
+def _check(status: Any, function: str) -> None:
+    if status:
+        raise DeviceError(f"{function} failed: {status.name} ({int(status)})")

@@ -16,6 +16,7 @@ class MemoryLimit:
         self._query_free = query_free
         self._free: int | None = None
         self._ceiling: int | None = None
+        self.last = 0  # what `bytes` answered last: the setting takes longer to read than a step has time for
 
     def bytes(self) -> int:
         """Bytes for weights and scratch together. Asks the device at most once; raises what that raises."""
@@ -24,7 +25,8 @@ class MemoryLimit:
             if self._free is None:
                 self._free = self._query_free()
             limit = int(self._free * FREE_SHARE)
-        return int(limit if self._ceiling is None else min(limit, self._ceiling))
+        self.last = int(limit if self._ceiling is None else min(limit, self._ceiling))
+        return self.last
 
     def lower(self, nbytes: int) -> None:
         """Memory ran out while `nbytes` were held: no more than that from now on."""

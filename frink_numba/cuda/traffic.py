@@ -19,8 +19,13 @@ class Traffic:
     runs: int = 0  # runs that succeeded
 
     def add(self, other: Traffic) -> None:
-        for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+        for name in _NAMES:
+            count = getattr(other, name)
+            if count:
+                setattr(self, name, getattr(self, name) + count)
 
     def copy(self) -> Traffic:
-        return Traffic(*(getattr(self, field.name) for field in fields(self)))
+        return Traffic(*(getattr(self, name) for name in _NAMES))
+
+
+_NAMES = tuple(field.name for field in fields(Traffic))

@@ -34,6 +34,7 @@ class WeightBank:
         self._held: Counter[object] = Counter()
         self.nbytes = 0
         self.changes = 0  # grows whenever a part comes or goes
+        self._together: tuple[tuple[Layer, ...], list[DeviceLayer]] | None = None  # until then
 
     def find(self, layer: Part, holder: object) -> DeviceLayer | None:
         """The layer if it is here; `holder` then holds it too."""
@@ -47,7 +48,14 @@ class WeightBank:
         """The layer, which is here."""
         return self._entries[id(layer)][0]
 
+    def get_all(self, layers: tuple[Layer, ...]) -> list[DeviceLayer]:
+        """All of a model's layers, which are here. Not to be kept: a part that goes would keep its memory."""
+        if self._together is None or self._together[0] is not layers:
+            self._together = layers, [self._entries[id(layer)][0] for layer in layers]
+        return self._together[1]
+
     def add(self, uploaded: DeviceLayer, holder: object) -> None:
+        self._together = None
         entry = self._entries[id(uploaded.layer)] = (uploaded, set())
         self.nbytes += uploaded.nbytes
         self.changes += 1
@@ -55,6 +63,7 @@ class WeightBank:
 
     def drop(self, layer: Part, holder: object) -> None:
         """`holder`, which holds the layer, needs it no more."""
+        self._together = None
         uploaded, holders = self._entries[id(layer)]
         holders.remove(holder)
         self._held[holder] -= uploaded.nbytes

@@ -29,7 +29,7 @@ from frink_numba.cuda.tensor.group_program import MOST_SEQUENCES, GroupProgram, 
 from frink_numba.cuda.tensor.lifts import lifted
 from frink_numba.cuda.tensor.mirror import Mirror, Mirrors
 from frink_numba.cuda.tensor.pack_ahead import PackAhead
-from frink_numba.cuda.tensor.program import Program, launch
+from frink_numba.cuda.tensor.program import Program, launch, send_image
 from frink_numba.cuda.tensor.row_targets import LayerTargets, RowTargets, WholeTargets
 from frink_numba.cuda.tensor.scratch import (
     AHEAD_ROWS,
@@ -343,13 +343,11 @@ class _Run:
         runtime, work, traffic = self._runtime, self._work, self._traffic
         stream, lend = work.compute, work.pinned.lend
         shape = (program.rows, width)
-        image = lend(program.image.nbytes)
-        np.copyto(image, program.step(start_pos, ends.tokens))
         answer = logits = None
-        if ends.hidden or hidden is not None:
+        if hidden is not None:
             answer = Carver(lend(float_bytes(shape[0] * shape[1]))).array(shape)
 
-        runtime.send(program.step_address, image, stream)
+        send_image(program, start_pos, ends.tokens, runtime, work)
         if hidden is not None:
             if not work.pinned.owns(hidden):
                 np.copyto(_there(answer), hidden)
@@ -364,6 +362,8 @@ class _Run:
             launch(segment, runtime, stream, self._ranges, ends.first)
             if targets is None:  # while the device is at work
                 targets = make_targets(program.rows)
+                if ends.hidden and answer is None:
+                    answer = Carver(lend(float_bytes(shape[0] * shape[1]))).array(shape)
                 if ends.logits:
                     vocabulary = ends.edges.output.rows
                     logits = Carver(lend(float_bytes(ends.logits * vocabulary))).array((ends.logits, vocabulary))

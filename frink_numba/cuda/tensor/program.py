@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from frink_numba.cuda.tensor.weights import TensorLayer
 from frink_numba.kernels.fused_attention import SEQUENCE
 from frink_numba.kernels.fused_attention import Mirror as MirrorAddress
 from frink_numba.kernels.sample import NextStep
+
+if TYPE_CHECKING:
+    from frink_numba.cuda.device import Workspace
 
 
 @dataclass(slots=True)
@@ -57,6 +60,15 @@ def launch(part: Segment | Head, runtime: Runtime, stream: Any, ranges: Ranges |
     part.replay()
 
 
+def send_image(program: Program, start_pos: int, tokens: np.ndarray | None, runtime: Runtime, work: Workspace) -> None:
+    """What a program's launches read goes up, for a step from `start_pos` on, over `tokens` if it begins with them."""
+    image = program.step(start_pos, tokens)
+    if program.sent is None:
+        program.sent = work.pinned.lend(image.nbytes)
+    np.copyto(program.sent, image)
+    runtime.send(program.step_address, program.sent, work.compute)
+
+
 class Program(Launches):
     """The launches of `layers` over `m` rows in the scratch at `base`, whose K/V rows lie in `mirrors` (`point_at`).
 
@@ -64,7 +76,8 @@ class Program(Launches):
     `choices`, one row of logits is not for the host: the token among so many is chosen from it, put at `answers` and in
     place of the program's token, and all is moved one position further. The one segment is then a step (ahead.py).
 
-    `image`: what `step` completes and the run sends to `step_address`. `segments` run in order; every second one leaves
+    `image`: what `step` completes and the run sends to `step_address`, from page-locked memory that the first run makes
+    for it, `sent`: a run ends when nothing reads there any more. `segments` run in order; every second one leaves
     its rows in the same place.
     """
 
@@ -90,6 +103,7 @@ class Program(Launches):
         positions = self._reserve(4 * m)
         self._positions = self.image[positions : positions + 4 * m].view(np.int32)
         self._records["rows"] = m
+        self._start: int | None = None  # where the positions begin
         self._point()
 
         size = scratch.segment(m)
@@ -102,6 +116,7 @@ class Program(Launches):
             self.segments = [Segment(0, len(layers), self._at["ahead"])]
         self._made = self.segments[0].launches
         self._ids: np.ndarray | None = None
+        self.sent: np.ndarray | None = None
         self.answers = ids = 0
         if edges is not None and from_tokens:
             ids = self._reserve(4 * m)
@@ -151,8 +166,10 @@ class Program(Launches):
         """The image for a step from `start_pos` on, over `tokens` [m] where the program begins with them."""
         if self._ids is not None:
             self._ids[:] = tokens
-        self._records["start_pos"] = start_pos
-        self._positions[:] = np.arange(start_pos, start_pos + self._m, dtype=np.int32)
+        if start_pos != self._start:
+            self._records["start_pos"] = start_pos
+            self._positions[:] = np.arange(start_pos, start_pos + self._m, dtype=np.int32)
+            self._start = start_pos
         return self.image
 
     def _maps_of(self, attention: Any) -> int:
