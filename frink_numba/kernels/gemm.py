@@ -117,10 +117,12 @@ class Gemms:
         cluster: int | None = None,
         groups: int | None = None,
         plan: Plan | None = None,
+        room: int | None = None,
     ) -> WgmmaProduct | MmaProduct:
         """The product of M tokens with such weights. `gate` as in Epilogue, `half` for an f16 result.
 
-        `tokens`, `cluster` and `groups` force the tile, `plan` all of the cut (benchmarks and tests).
+        `tokens`, `cluster` and `groups` force the tile, `plan` all of the cut (benchmarks and tests). `room`: bytes of
+        workspace that there are; a product that would take more is not cut along K, and takes none.
         """
         if m < 1:
             raise ShapeError(f"a product needs at least one token, got {m}")
@@ -136,10 +138,20 @@ class Gemms:
             return MmaProduct(m, weights.outputs, weights.cols, self._kernel(small), small)
         kind = FRAGMENT_KINDS[weights.kind]
         if plan is None:
-            forced = (tokens, cluster, groups, self.invariant)
-            plan = make_plan(m, weights.rows, weights.cols, kind, self.multiprocessors, *forced)
+            size = m, weights.rows, weights.cols, kind, self.multiprocessors, tokens, cluster, groups
+            plan = make_plan(*size, self.invariant)
+            if room is not None and plan_workspace(weights.kind, plan) > room:
+                plan = make_plan(*size, True)
         variant = WgmmaGemm(weights.kind, plan.tokens, epilogue, plan.cluster, plan.groups)
         return WgmmaProduct(m, weights.outputs, weights.cols, self._kernel(variant), variant, plan)
+
+    def workspace(self, kind: str, rows: int, cols: int, m: int) -> int:
+        """Bytes of workspace that the product of M tokens with `rows` packed rows of `cols` wants, if there is room."""
+        if self.tier == "mma":
+            return 0
+        forced = (None, None, None, self.invariant)
+        plan = make_plan(m, rows, cols, FRAGMENT_KINDS[kind], self.multiprocessors, *forced)
+        return plan_workspace(kind, plan)
 
     def half_rows(self, x: int, m: int, cols: int, out: HalfRows) -> Launch:
         """The launch that turns float32 [M, cols] at `x` into operands."""
@@ -160,6 +172,12 @@ class Gemms:
     def close(self) -> None:
         """Unload the kernels; their launches must not run any more."""
         self._shelf.close()
+
+
+def plan_workspace(kind: str, plan: Plan) -> int:
+    """Bytes of workspace that a plan takes: flags, and the sums of each cluster where tiles are split."""
+    variant = WgmmaGemm(kind, plan.tokens, cluster=plan.cluster, groups=plan.groups)
+    return variant.workspace(plan.workers) if plan.split_tiles else 0
 
 
 def source_of(variant: WgmmaGemm | MmaGemm | None, *, overlap: bool) -> Source:
