@@ -78,6 +78,9 @@ class DriverRuntime:
         call_driver("cuInit", 0)
         self._device = call_driver("cuDeviceGet", number)
         self._context: Any = None
+        self._copy = driver.CUDA_MEMCPY2D()  # each copy fills in the rest, and the driver keeps none of it
+        self._copy.srcMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        self._copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_HOST
         self._process = os.getpid()
         self._abandoned = False
 
@@ -138,12 +141,10 @@ class DriverRuntime:
     def fetch_strided(
         self, first: np.ndarray, pitch: int, count: int, address: int, stream: Handle, source_pitch: int = 0
     ) -> None:
-        copy = self._driver.CUDA_MEMCPY2D()
-        kinds = self._driver.CUmemorytype
-        copy.srcMemoryType, copy.srcDevice = kinds.CU_MEMORYTYPE_DEVICE, address
-        copy.srcPitch = source_pitch or first.nbytes
-        copy.dstMemoryType, copy.dstHost, copy.dstPitch = kinds.CU_MEMORYTYPE_HOST, first.ctypes.data, pitch
-        copy.WidthInBytes, copy.Height = first.nbytes, count
+        copy, nbytes = self._copy, first.nbytes
+        copy.srcDevice, copy.srcPitch = address, source_pitch or nbytes
+        copy.dstHost, copy.dstPitch = first.ctypes.data, pitch
+        copy.WidthInBytes, copy.Height = nbytes, count
         (status,) = self._driver.cuMemcpy2DAsync(copy, stream.handle)
         _check(status, "cuMemcpy2DAsync")
 
