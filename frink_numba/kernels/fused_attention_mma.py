@@ -348,6 +348,7 @@ def build(layout: MmaLayout) -> tuple[Any, Any]:
             # What is not always needed, out of the registers' way. All threads write, and read, the same.
             write_slot(base + u32(SLOT_AT), head, first_row, rows, batch_row)
             write_sources(base + u32(SLOT_AT + 16), k_source, v_source)
+            cuda.syncthreads()
             row_stride = u32(n_heads * u32(HEAD_BYTES))
             source = q + u64(batch_row) * u64(row_stride) + u64(head * group) * u64(HEAD_BYTES)
             load_queries(source, base, first_row, rows - u32(1), group, u32(HEAD_BYTES), row_stride)

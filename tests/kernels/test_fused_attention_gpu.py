@@ -114,10 +114,10 @@ def test_long_context(attentions: Attentions) -> None:
 
 @pytest.mark.parametrize("rows", [1, 70])
 def test_mirrors_beyond_4_gigabytes(attentions: Attentions, rows: int) -> None:
-    """Addresses of far rows take 64 bits: 131,000 positions of 64 K/V heads with 256 channels."""
+    """Addresses of far rows take 64 bits: 131,000 positions of 72 K/V heads with 256 channels."""
     from numba import cuda
 
-    heads, width, start = 64, 256, 131000
+    heads, width, start = 72, 256, 131000
     shape = HeadShape(heads, heads, width)
     q = np.random.default_rng(1).standard_normal((rows, heads, width)).astype(np.float16)
     with far_mirrors(start + rows, heads, width) as far:
