@@ -98,9 +98,15 @@ class Dispatcher:
         an error of `host` itself is raised. BackendError names the first layer that nobody serves, with every reason.
         """
         _check_step(step)
-        result = StepResult(step.hidden, [], [], {}, [])
-        step = _shown(step, step.hidden)  # the one that backends are asked about
+        hidden, step = step.hidden, _shown(step, step.hidden)  # the one that backends are asked about
         barred: dict[int, list[tuple[str, str]]] = {}  # layer -> backends that failed there in this step
+        known = self._knows(step)
+        if known is not None and _takes(known, step):
+            run, failure = self._try_run(known, 0, len(self.layers), step, hidden)
+            if run is not None:
+                return _whole_result(known, run, step, [(0,)] * len(self.layers))
+            barred = {layer: [(known.name, failure)] for layer in range(len(self.layers))}
+        result = StepResult(hidden, [], [], {}, [])
         l = 0  # noqa: E741
         while l < len(self.layers):
             verdicts = self._longest_run(l, step, barred)
@@ -165,31 +171,20 @@ class Dispatcher:
             if backend.name != HOST:  # what is wrong with a step shows when the host runs it alone
                 warn_once(f"backend {backend.name}: a group failed: {describe(error)}; its steps run one by one")
             return None
-        last = layers - 1
         dense: list[tuple[int, ...]] = [(0,)] * layers
-        return [
-            StepResult(
-                made.hidden,
-                made.kv_rows,
-                dense if made.experts is None else [tuple(map(int, used)) for used in made.experts],
-                {last: made.hidden} if last in step.hidden_after and made.hidden is not None else {},
-                [Served(backend.name, 0, layers)],
-                made.logits,
-                made.tokens,
-                made.scores,
-            )
-            for step, made in zip(steps, runs, strict=True)
-        ]
+        return [_whole_result(backend, made, step, dense) for step, made in zip(steps, runs, strict=True)]
 
     def few_rows(self, step: Step) -> tuple[int, float]:
         """How many of the step's rows cost what one does and give what steps of one row each give, and how nearly.
 
         See `Backend`. (1, 0.0) where no backend that says so serves all layers.
         """
-        verdicts = self._longest_run(0, step, {})
-        backend = verdicts[0].backend
+        backend = self._knows(step)
+        if backend is None:
+            verdicts = self._longest_run(0, step, {})
+            backend = verdicts[0].backend if len(verdicts) == len(self.layers) else None
         ask = getattr(backend, "few_rows", None)
-        if backend is None or ask is None or len(verdicts) < len(self.layers):
+        if backend is None or ask is None:
             return 1, 0.0
         try:
             rows, rounding = ask(step)
@@ -259,12 +254,8 @@ class Dispatcher:
     def _longest_run(self, l: int, step: Step, barred: dict[int, list[tuple[str, str]]]) -> list[_Verdict]:  # noqa: E741
         """The verdicts of the longest run of layers from `l` that one backend wins (R6).
 
-        It ends after a layer whose hidden state is asked for. The first backend may know for all layers at once.
+        It ends after a layer whose hidden state is asked for.
         """
-        if not (l or barred or step.hidden_after):
-            answer = _ask_at_once(self.backends[0], step) if self.backends else None
-            if answer is not None:
-                return [_Verdict(self.backends[0], answer.note, ())] * len(self.layers)
         run = [self._verdict(l, step, barred)]
         for end in range(l + 1, len(self.layers)):
             if end - 1 in step.hidden_after:
@@ -274,6 +265,21 @@ class Dispatcher:
                 break
             run.append(verdict)
         return run
+
+    def _knows(self, step: Step) -> Backend | None:
+        """The first backend, where it knows by itself that it serves all layers of the step (`serves_all`).
+
+        Between steps that are like the ones before, layers need not be asked about, and the device waits the less.
+        """
+        backend = self.backends[0] if self.backends and self.layers and not step.hidden_after else None
+        serves_all = getattr(backend, "serves_all", None)
+        if backend is None or serves_all is None:
+            return None
+        try:
+            answer = serves_all(step)
+        except PLUGIN_ERRORS:
+            return None  # what is wrong shows when it is asked about a layer
+        return backend if isinstance(answer, Serve) and isinstance(answer.note, str) else None
 
     def _try_run(
         self,
@@ -333,16 +339,26 @@ def _ask(backend: Backend, l: int, step: Step) -> Serve | Decline:  # noqa: E741
     return Decline(f"can_serve answered {type(answer).__name__} instead of Serve or Decline")
 
 
-def _ask_at_once(backend: Backend, step: Step) -> Serve | None:
-    """The answer of a backend that may know for all layers at once (`serves_all`); None sends to each layer."""
-    serves_all = getattr(backend, "serves_all", None)
-    if serves_all is None:
-        return None
-    try:
-        answer = serves_all(step)
-    except PLUGIN_ERRORS:
-        return None  # what is wrong shows when it is asked about a layer
-    return answer if isinstance(answer, Serve) and isinstance(answer.note, str) else None
+def _takes(backend: Backend, step: Step) -> bool:
+    """Whether a backend that serves all layers takes the step as it is: tokens in place of rows, tokens to choose."""
+    if step.hidden is None and not getattr(backend, "takes_tokens", False):
+        return False
+    return not step.ahead or bool(getattr(backend, "goes_ahead", False))
+
+
+def _whole_result(backend: Backend, run: Run, step: Step, dense: list[tuple[int, ...]]) -> StepResult:
+    """The result of a step that one run served; `dense`: the experts of layers that have one."""
+    count = len(dense)
+    return StepResult(
+        run.hidden,
+        run.kv_rows,
+        dense if run.experts is None else [tuple(map(int, used)) for used in run.experts],
+        {count - 1: run.hidden} if count - 1 in step.hidden_after and run.hidden is not None else {},
+        [Served(backend.name, 0, count)],
+        run.logits,
+        run.tokens,
+        run.scores,
+    )
 
 
 def _shown(step: Step, hidden: np.ndarray | None) -> Step:
