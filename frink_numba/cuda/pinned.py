@@ -6,7 +6,6 @@ that array is gone, the block is free again. No copy is made between the device'
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from typing import Any
 
@@ -19,13 +18,16 @@ _GRANULE = 1 << 16
 
 
 class _Loan:
-    """Owns a block while arrays look at it; NumPy keeps it alive as their base."""
+    """Owns a block while arrays look at it, as their base; with the last of them it goes back among the `free` ones."""
 
-    __slots__ = ("__array_interface__", "__weakref__", "_block")
+    __slots__ = ("__array_interface__", "__weakref__", "_block", "_free")
 
-    def __init__(self, block: np.ndarray) -> None:
-        self._block = block
+    def __init__(self, block: np.ndarray, free: deque[np.ndarray]) -> None:
+        self._block, self._free = block, free
         self.__array_interface__: dict[str, Any] = block.__array_interface__
+
+    def __del__(self) -> None:  # a finalizer of weakref's would take longer to make than all else here
+        self._free.append(self._block)
 
 
 class PinnedPool:
@@ -64,6 +66,4 @@ class PinnedPool:
         self._free.clear()
 
     def _loan(self, block: np.ndarray, nbytes: int) -> np.ndarray:
-        loan = _Loan(block)
-        weakref.finalize(loan, self._free.append, block).atexit = False
-        return np.asarray(loan)[:nbytes]
+        return np.asarray(_Loan(block, self._free))[:nbytes]

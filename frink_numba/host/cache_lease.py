@@ -49,19 +49,26 @@ class Places:
 class CacheLease(Sequence[Rows]):
     """K and V [n, heads, width] of each layer, as a sequence; made by `KVCache.lend`.
 
-    Another lease, any other change of the cache, and a push of other rows make it void. `k` and `v`: uint64 [layers],
-    the addresses of the first rows.
+    Another lease, any other change of the cache, and a push of other rows make it void.
     """
 
-    __slots__ = ("__weakref__", "_cache", "_length", "_moves", "counted", "first", "k", "places", "size", "v")
+    __slots__ = ("__weakref__", "_cache", "_length", "_moves", "counted", "first", "places", "size")
 
     def __init__(self, cache: KVCache, places: Places, moves: int, first: int, n: int):
         self._cache = weakref.ref(cache)  # whoever remembers a lease must not keep the cache, or a layer of it
         self._length, self._moves = len(cache), moves
         self.places, self.first, self.size = places, first, n
-        self.k = places.k + np.uint64(first) * places.k_pitch
-        self.v = places.v + np.uint64(first) * places.v_pitch
         self.counted: Counted | None = None
+
+    @property
+    def k(self) -> np.ndarray:
+        """The addresses of the first K rows, uint64 [layers]."""
+        return self.places.k + np.uint64(self.first) * self.places.k_pitch
+
+    @property
+    def v(self) -> np.ndarray:
+        """The addresses of the first V rows, uint64 [layers]."""
+        return self.places.v + np.uint64(self.first) * self.places.v_pitch
 
     @property
     def lent_by(self) -> KVCache | None:
