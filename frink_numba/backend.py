@@ -138,6 +138,9 @@ class Backend(Protocol):
     A backend may answer `few_rows(step) -> (rows, rounding)` for a step of all layers: so many of its rows cost about
     what one does, and their logits differ from those of steps of one row each by less than `rounding` times the norm
     of the logits, however many such steps were before; 0.0 if all results, K/V rows too, are the same bits.
+
+    A backend may have `expect(edges)`: steps over all layers, between these edges, are about to come, and work that
+    needs none of them may begin in other threads. It returns at once.
     """
 
     name: str

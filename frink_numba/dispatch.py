@@ -12,12 +12,13 @@ from operator import attrgetter
 import numpy as np
 
 from frink_numba import settings
-from frink_numba.backend import Backend, Decline, Run, Serve, Step
-from frink_numba.errors import BackendError, CacheError, ShapeError
+from frink_numba.backend import Backend, Decline, Edges, Run, Serve, Step
+from frink_numba.errors import BackendError, ShapeError
 from frink_numba.layer import Layer
 from frink_numba.log import warn_once
 from frink_numba.plan import Memory, Plan, PlanRow, fold
 from frink_numba.registry import HOST, PLUGIN_ERRORS, Factory, create_backends, describe, resolve_order
+from frink_numba.step_checks import check_hidden, check_run, check_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,15 @@ class Dispatcher:
             except PLUGIN_ERRORS as error:
                 warn_once(f"backend {backend.name} failed to close: {describe(error)}")
 
+    def expect(self, edges: Edges | None) -> None:
+        """Steps over all layers, between `edges`, are about to come: the first backend may begin what it can."""
+        expect = getattr(self.backends[0], "expect", None) if self.backends else None
+        if expect is not None:
+            try:
+                expect(edges)
+            except PLUGIN_ERRORS as error:
+                warn_once(f"backend {self.backends[0].name}: it cannot begin ahead: {describe(error)}")
+
     @property
     def chunk_size(self) -> int:
         """Rows of a step that suit the first backend, which may say so (`chunk_size`); 0 where it says nothing."""
@@ -97,7 +107,7 @@ class Dispatcher:
         A backend that fails after admission is reported once, and the next in the order serves its layers (R21);
         an error of `host` itself is raised. BackendError names the first layer that nobody serves, with every reason.
         """
-        _check_step(step)
+        check_step(step)
         hidden, step = step.hidden, _shown(step, step.hidden)  # the one that backends are asked about
         barred: dict[int, list[tuple[str, str]]] = {}  # layer -> backends that failed there in this step
         known = self._knows(step)
@@ -118,9 +128,9 @@ class Dispatcher:
                 raise BackendError(self._nobody(l, verdicts[0]))
             _say_declines(verdicts, barred.get(l, ()))
             if result.hidden is None and not getattr(backend, "takes_tokens", False):
-                assert step.lookup is not None  # `_check_step` has seen it, and a run before has answered its batch
+                assert step.lookup is not None  # `check_step` has seen it, and a run before has answered its batch
                 result.hidden = step.lookup()
-                _check_hidden(result.hidden, step)
+                check_hidden(result.hidden, step)
             run, failure = self._try_run(backend, l, length, step, result.hidden)
             if run is None:
                 for layer in range(l, l + length):
@@ -132,7 +142,7 @@ class Dispatcher:
             result.experts += [tuple(map(int, used)) for used in run.experts] if run.experts else [(0,)] * length
             result.served.append(Served(backend.name, l, length))
             l += length  # noqa: E741
-            if l - 1 in step.hidden_after and run.hidden is not None:  # `_check_run` has seen that it is there
+            if l - 1 in step.hidden_after and run.hidden is not None:  # `check_run` has seen that it is there
                 result.hidden_states[l - 1] = run.hidden
         return result
 
@@ -144,7 +154,7 @@ class Dispatcher:
         those before it done and those behind it untouched.
         """
         for step in steps:
-            _check_step(step)
+            check_step(step)
         results = self._at_once(steps)
         yield from map(self.run, steps) if results is None else results
 
@@ -166,7 +176,7 @@ class Dispatcher:
             if len(runs) != len(steps):
                 raise ShapeError(f"it answered {len(runs)} runs for {len(steps)} steps")
             for step, made in zip(steps, runs, strict=True):
-                _check_run(made, self.layers, 0, layers, step)
+                check_run(made, self.layers, 0, layers, step)
         except PLUGIN_ERRORS as error:
             if backend.name != HOST:  # what is wrong with a step shows when the host runs it alone
                 warn_once(f"backend {backend.name}: a group failed: {describe(error)}; its steps run one by one")
@@ -292,12 +302,12 @@ class Dispatcher:
         """The run, checked; or None and why. What a backend gets to see cannot be written to."""
         if backend.name == HOST:
             run = backend.run(l, length, _shown(step, hidden))
-            _check_run(run, self.layers, l, length, step)
+            check_run(run, self.layers, l, length, step)
             return run, ""
         try:
             run = backend.run(l, length, _shown(step, hidden))
             if run is not None:
-                _check_run(run, self.layers, l, length, step)
+                check_run(run, self.layers, l, length, step)
                 return run, ""
             return None, "its run failed"  # it has said why
         except PLUGIN_ERRORS as error:
@@ -374,9 +384,9 @@ def _shown(step: Step, hidden: np.ndarray | None) -> Step:
 def _begun(step: Step, from_tokens: bool) -> Step:
     """The step as a backend gets it at layer 0."""
     if step.hidden is None and not from_tokens:
-        assert step.lookup is not None  # `_check_step` has seen it
+        assert step.lookup is not None  # `check_step` has seen it
         hidden = step.lookup()
-        _check_hidden(hidden, step)
+        check_hidden(hidden, step)
         return _shown(step, hidden)
     return step if step.hidden is None else _shown(step, step.hidden)
 
@@ -387,64 +397,3 @@ def _say_declines(verdicts: Sequence[_Verdict], said: Sequence[tuple[str, str]])
     for name, reason in dict.fromkeys(pair for declined in alike for pair in declined):
         if (name, reason) not in said:
             warn_once(f"backend {name} declines: {reason}")
-
-
-def _check_step(step: Step) -> None:
-    if step.hidden is None and (step.lookup is None or not step.layers):
-        raise ShapeError("a step to run needs a hidden batch; without one it can only be planned")
-    if len(step.layers) != len(step.caches):
-        raise CacheError(f"{len(step.layers)} layers, but {len(step.caches)} layer caches")
-    if step.hidden is not None:
-        _check_hidden(step.hidden, step)
-
-
-def _check_hidden(hidden: np.ndarray, step: Step) -> None:
-    if hidden.dtype != np.float32 or not hidden.flags.c_contiguous:
-        raise ShapeError(f"the hidden batch must be C-contiguous float32, not {hidden.dtype}")
-    width = step.layers[0].hidden_dim if step.layers else hidden.shape[-1]
-    if hidden.shape != (step.batch, width):
-        raise ShapeError(f"the hidden batch has shape {list(hidden.shape)}, not [{step.batch}, {width}]")
-
-
-def _check_tokens(tokens: np.ndarray, step: Step) -> None:
-    if tokens.ndim != 1 or tokens.dtype.kind != "i" or not 1 <= len(tokens) <= step.ahead:
-        raise ShapeError(f"it answered tokens of {tokens.dtype} {list(tokens.shape)}, not up to {step.ahead}")
-    if tokens.min() < -1 or tokens.max() >= step.choices:
-        raise ShapeError(f"it answered tokens from {tokens.min()} to {tokens.max()}, not below {step.choices}")
-
-
-def _check_run(run: Run | None, layers: Sequence[Layer], l: int, length: int, step: Step) -> None:  # noqa: E741
-    """A run's arrays have the promised shapes; ShapeError says which has not."""
-    if run is None:
-        raise ShapeError("host answered no run")
-    hidden, last, want = run.hidden, l + length - 1, (step.batch, layers[l].hidden_dim)
-    rows = step.batch if run.tokens is None else len(run.tokens)
-    if run.tokens is not None:
-        _check_tokens(run.tokens, step)
-    if run.logits is not None and (last + 1 < len(layers) or run.logits.shape[:1] != (step.logits,)):
-        raise ShapeError(f"it answered logits {list(run.logits.shape)} that nobody asked for")
-    if run.scores is not None and (step.targets is None or run.scores.shape != (step.logits,)):
-        raise ShapeError(f"it answered scores {list(run.scores.shape)} that nobody asked for")
-    if hidden is None:
-        made = any(answer is not None for answer in (run.logits, run.tokens, run.scores))
-        wanted = last in step.hidden_after or (step.logits > 0 and not made)
-        if last + 1 < len(layers) or step.tokens is None or wanted:
-            raise ShapeError("it answered no hidden batch")
-    elif hidden.shape != want or hidden.dtype != np.float32:
-        raise ShapeError(f"it answered a hidden batch of {hidden.dtype} {list(hidden.shape)}, not {list(want)}")
-    if run.experts is not None and not all(isinstance(int(e), int) for used in run.experts for e in used):
-        raise ShapeError("it names experts that are no numbers")
-    if getattr(run.kv_rows, "lent_by", None) is step.caches and len(run.kv_rows) == length:
-        return  # the room that the cache itself has lent for this step
-    if not (step.keep or run.kv_rows):
-        return
-    if len(run.kv_rows) != length or (run.experts is not None and len(run.experts) != length):
-        raise ShapeError(f"it answered K/V rows or experts for {len(run.kv_rows)} layers, not {length}")
-    for layer, (k, v) in enumerate(run.kv_rows, l):
-        cache = step.caches[layer]
-        want_k = (rows, cache.n_kv_heads, cache.key_dim)
-        want_v = (rows, cache.n_kv_heads, cache.value_dim)
-        if k.shape != want_k or v.shape != want_v:
-            raise ShapeError(f"layer {layer}: K/V rows of {list(k.shape)} and {list(v.shape)}, not {list(want_k)}")
-        if any(rows.dtype not in (np.float32, np.float16) for rows in (k, v)):
-            raise ShapeError(f"layer {layer}: K/V rows of {k.dtype} and {v.dtype}, not float32")

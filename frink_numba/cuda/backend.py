@@ -16,12 +16,12 @@ import numpy as np
 from frink_numba.backend import Decline, Edges, LayerCache, Run, Serve, Step
 from frink_numba.cuda.admission import Admission
 from frink_numba.cuda.body import Ends, KvSource, Rows
-from frink_numba.cuda.classify import decline_reason
 from frink_numba.cuda.device import CudaDevice, open_device
 from frink_numba.cuda.group import Groups
+from frink_numba.cuda.reasons import cache_reason, static_reason
 from frink_numba.cuda.residency import hold_layers, release_holder
 from frink_numba.cuda.runtime import one_line
-from frink_numba.cuda.shapes import check_hidden, check_layer, check_prefix
+from frink_numba.cuda.shapes import check_hidden, check_prefix
 from frink_numba.cuda.traffic import Traffic
 from frink_numba.cuda.weights import DeviceLayer
 from frink_numba.errors import BackendUnavailable, DeviceError, ShapeError
@@ -73,12 +73,13 @@ class CudaBackend:
         self.name = name
         self.device = device
         self._layers = tuple(layers)
-        self._reasons = [_static_reason(layer, device) for layer in self._layers]
+        self._reasons = [static_reason(layer, device.body) for layer in self._layers]
         served = [number for number, reason in enumerate(self._reasons) if reason is None]
         self._holder = object()
         self._serve = Serve(str(device))
         self._admission = Admission(device, self._layers, served, self._holder)
         self._settled: _Settled | None = None
+        self._expected = False  # whether weights are repacked, or were
         self._few_rows: tuple[Edges, Callable[[int], int] | None] | None = None
         together = len(served) == len(self._layers) > 0 and device.body.most_sequences > 0
         self._groups = Groups(device, self._layers, self._holder) if together else None
@@ -113,6 +114,15 @@ class CudaBackend:
         with self._traffic_lock:
             return self._traffic.copy()
 
+    def expect(self, edges: Edges | None) -> None:
+        """Steps over all layers are about to come: weights are repacked meanwhile, once, if all of them can be held."""
+        served = [layer for layer, reason in zip(self._layers, self._reasons, strict=True) if reason is None]
+        if self._expected or self.device.problem is not None or self._admission.total > self.device.info.memory:
+            return
+        self._expected = True
+        ends = edges if edges is not None and self.device.body.why_not_edges(edges) is None else None
+        self.device.body.expect(self._holder, served, ends)
+
     def can_serve(self, l: int, step: Step) -> Serve | Decline:  # noqa: E741
         """Serve with the device and its tier, or the first reason that the device, step, layer, cache or memory gives.
 
@@ -129,7 +139,7 @@ class CudaBackend:
         reason = self._reasons[l] or self._rounding_reason(step.caches[l])
         if reason is not None:
             return Decline(reason)
-        reason = _cache_reason(step.caches[l], self._layers[l], step.start_pos)
+        reason = cache_reason(step.caches[l], self._layers[l], step.start_pos)
         if reason is not None:
             return Decline(reason, passing=True)
         try:
@@ -426,28 +436,7 @@ def _prefix(layer: Layer, cache: LayerCache, start_pos: int) -> Rows:
 
 def _let_go(name: str, device: CudaDevice, holder: object) -> None:
     try:
+        device.body.unexpect(holder)
         release_holder(device, holder)
     except Exception as error:  # a device that fails while it is left alone need not stop anybody
         warn_once(f"backend {name}: the device failed while it was closed: {device.failed(error)}")
-
-
-def _static_reason(layer: Layer, device: CudaDevice) -> str | None:
-    """What the layer's description gives against it: a feature that no kernel has, or parts that do not fit."""
-    reason = decline_reason(device.body.judged(layer))
-    if reason is None:
-        try:
-            check_layer(layer)
-        except ShapeError as error:
-            return str(error)
-        reason = device.body.why_not(layer)
-    return reason
-
-
-def _cache_reason(cache: LayerCache, layer: Layer, start_pos: int) -> str | None:
-    """R12 and R13: the cache holds exactly the positions before the batch, in the model's shape."""
-    if cache.positions != start_pos or cache.rows != start_pos:
-        return "its cache does not hold exactly the rows before the batch"
-    spec = layer.attention
-    if (cache.n_kv_heads, cache.key_dim, cache.value_dim) != (spec.n_kv_heads, spec.head_dim, spec.head_dim):
-        return "its cache has other K/V heads or widths than the layer"
-    return None

@@ -118,7 +118,7 @@ class ScratchSize(Protocol):
 
 
 class Body(Protocol):
-    """Every method but the first two is used under the device's `working()`."""
+    """Every method but the first two, `expect` and `unexpect` is used under the device's `working()`."""
 
     @property
     def tier(self) -> str: ...
@@ -205,6 +205,15 @@ class Body(Protocol):
         hidden: bool,
     ) -> list[Share]:
         """Take the tokens of all members through the model; `hidden`: whether the hidden batch comes down."""
+
+    def expect(self, owner: object, layers: Sequence[Layer], edges: Edges | None) -> None:
+        """`owner` is going to have these uploaded, in this order: work without the device may begin, in other threads.
+
+        What was expected before and did not come is not any more.
+        """
+
+    def unexpect(self, owner: object) -> None:
+        """What `owner` announced will not come: let go of it, and wait for what is being done."""
 
     def preparing(self, layers: Sequence[Layer]) -> AbstractContextManager[None]:
         """Inside it, `layers` are going to be uploaded, in this order: work that needs no device may go ahead."""

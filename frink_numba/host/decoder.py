@@ -288,6 +288,7 @@ class Decoder:
         held = None if caches is None else checked_caches(caches, len(prompts))
         for cache in held or ():
             check_is_cache(cache)
+        self._open().expect(self._steps.edges)  # while the tokenizer is made
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         begins = [True] * len(prompts) if held is None else [not cache.positions for cache in held]
         return BatchGeneration(
@@ -341,6 +342,7 @@ class Decoder:
         self._open()
         if cache is not None:
             check_is_cache(cache)
+        self._open().expect(self._steps.edges)  # while the tokenizer is made
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         drafted = checked_speculation(speculate, sampling)
         return Generation(

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from frink_numba.backend import Edges, Step
 from frink_numba.cuda.backend import CudaBackend
 from frink_numba.cuda.tensor import pack_ahead
 from frink_numba.cuda.tensor.pack_ahead import PackAhead
 from frink_numba.cuda.tensor.weights import pack_layer
 from frink_numba.host.kv_cache import KVCache
 from tests.cuda.fake_tensor import tensor_device
-from tests.cuda.tensor_stacks import hidden_rows, step_over, unlike_layers
+from tests.cuda.tensor_stacks import OPTIONS, hidden_rows, step_over, unlike_layers
+from tests.kernels.packed_weights import random_matrix
 
 LAYERS = unlike_layers()
+OTHERS = unlike_layers(3, OPTIONS[:2])
 
 
 def packing_threads() -> list[str]:
@@ -72,3 +78,81 @@ def test_a_failure_in_a_thread_is_the_uploads(
     device.memory._ceiling = None  # what a lack of memory on the host has to do with the device is another matter
     assert backend.run(0, len(LAYERS), step) is not None
     assert not packing_threads()
+
+
+def some_edges() -> Edges:
+    width = LAYERS[0].hidden_dim
+    matrix = random_matrix("Q8_0", 64, width, np.random.default_rng(5))
+    return Edges(matrix, 1.0, np.ones(width, np.float32), 1e-5, matrix)
+
+
+def test_what_is_expected_is_repacked_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`expect`: once, all of a model in its order, edges last; the step takes it, and nothing is left behind."""
+    made: list[object] = []
+    for name in ("pack_layer", "pack_edges"):
+        real = getattr(pack_ahead, name)
+        monkeypatch.setattr(pack_ahead, name, lambda part, *a, real=real: made.append(part) or real(part, *a))
+    backend = CudaBackend(LAYERS, tensor_device())
+    edges = some_edges()
+    for _ in range(2):
+        backend.expect(edges)
+    body = backend.device.body
+    while not all(future.done() for future in body._expected[1]._made.values()):
+        time.sleep(0.001)
+    assert len(made) == len(LAYERS) + 1
+    assert {id(part) for part in made} == {id(part) for part in (*LAYERS, edges)}
+    cache = KVCache(LAYERS, 64)
+    ids = np.arange(6)
+    step = Step(LAYERS, cache, 0, 6, tokens=ids, edges=edges, lookup=lambda: hidden_rows(6), logits=1)
+    run = backend.run(0, len(LAYERS), step)
+    assert len(made) == len(LAYERS) + 1, "repacked anew"
+    assert body._expected is None
+    assert not packing_threads()
+    plain = CudaBackend(LAYERS, tensor_device()).run(0, len(LAYERS), replace(step, caches=KVCache(LAYERS, 64)))
+    np.testing.assert_array_equal(run.logits, plain.logits)
+    for got, want in zip(run.kv_rows, plain.kv_rows, strict=True):
+        np.testing.assert_array_equal(got[0], want[0])
+        np.testing.assert_array_equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("ending", ["close", "drop", "another"])
+def test_what_is_expected_and_does_not_come_is_let_go_of(ending: str) -> None:
+    """Neither threads nor packs outlive the backend, or the next model that is expected."""
+    device = tensor_device()
+    backend = CudaBackend(LAYERS, device)
+    backend.expect(some_edges())
+    before = device.body._expected[1]
+    if ending == "close":
+        backend.close()
+    elif ending == "drop":
+        del backend
+        gc.collect()
+    else:
+        other = CudaBackend(LAYERS[:2], device)
+        other.expect(None)
+        assert device.body._expected[1] is not before
+        backend.close()
+        assert device.body._expected is not None, "it is the other's"
+        other.close()
+    assert device.body._expected is None
+    assert before.done
+    assert not packing_threads()
+
+
+def test_layers_of_another_model_do_not_take_what_is_expected() -> None:
+    device = tensor_device()
+    backend, other = CudaBackend(LAYERS, device), CudaBackend(LAYERS[:2], device)
+    backend.expect(None)
+    single = step_over(OTHERS, KVCache(OTHERS, 64), hidden_rows(6))
+    others = CudaBackend(OTHERS, device)
+    assert others.run(0, len(OTHERS), single) is not None
+    assert device.body._expected is not None
+    assert other.run(0, 2, step_over(LAYERS[:2], KVCache(LAYERS[:2], 64), hidden_rows(6))) is not None
+    assert backend.run(0, len(LAYERS), step_over(LAYERS, KVCache(LAYERS, 64), hidden_rows(6))) is not None
+    assert device.body._expected is None
+
+
+def test_a_model_beyond_the_devices_memory_is_not_repacked() -> None:
+    backend = CudaBackend(LAYERS, tensor_device(memory_bytes=1 << 12))
+    backend.expect(some_edges())
+    assert backend.device.body._expected is None

@@ -102,8 +102,14 @@ class SimtBody:
     def dropped(self) -> None:
         """Nothing refers to layers or scratch between runs."""
 
+    def expect(self, owner: object, layers: Sequence[Layer], edges: Edges | None) -> None:
+        """A layer's own bytes go up, but for their order."""
+
+    def unexpect(self, owner: object) -> None:
+        """Nothing was begun."""
+
     def preparing(self, layers: Sequence[Layer]) -> AbstractContextManager[None]:
-        return nullcontext()  # a layer's own bytes go up, but for their order
+        return nullcontext()
 
     def upload(self, layer: Layer, stream: Any, traffic: Traffic) -> SimtLayer:
         return upload_layer(self.runtime, self.launchers, layer, stream, traffic)

@@ -7,6 +7,7 @@ calling thread waits once, at the end (R8). Rows go straight into the host's cac
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -61,6 +62,8 @@ class TensorBody:
         self._mirrors = Mirrors(runtime)
         self._ranges = open_ranges()
         self._ahead: PackAhead | None = None  # while layers go up
+        self._expected: tuple[object, PackAhead] | None = None  # for whom, from when they were announced
+        self._expecting = threading.Lock()
         self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._group_programs: OrderedDict[Any, GroupProgram] = OrderedDict()
         self._group_sizes: tuple[Sequence[Layer], dict[Any, int]] | None = None
@@ -126,17 +129,40 @@ class TensorBody:
         return edges_bytes(edges)
 
     def upload_edges(self, edges: Edges, stream: Any, traffic: Traffic) -> TensorEdges:
-        return upload_edges(self.runtime, edges, stream, traffic)
+        expected = self._expected
+        packed = None if expected is None else expected[1].take(edges)
+        self._forget_expected()
+        return upload_edges(self.runtime, edges, stream, traffic, packed)
 
     def dropped(self) -> None:
         self._programs.clear()
         self._group_programs.clear()
         self._zeroed = None
 
+    def expect(self, owner: object, layers: Sequence[Layer], edges: Edges | None) -> None:
+        with self._expecting:
+            before, self._expected = self._expected, (owner, PackAhead(layers, edges))
+        if before is not None:
+            before[1].close()
+
+    def unexpect(self, owner: object) -> None:
+        with self._expecting:
+            before = self._expected
+            if before is None or before[0] is not owner:
+                return
+            self._expected = None
+        before[1].close()
+
     @contextmanager
     def preparing(self, layers: Sequence[Layer]) -> Iterator[None]:
-        if len(layers) < 2:
-            yield
+        expected = self._expected
+        if len(layers) < 2 or (expected is not None and expected[1].names(layers)):
+            self._ahead = None if expected is None else expected[1]
+            try:
+                yield
+            finally:
+                self._ahead = None
+                self._forget_expected()
             return
         self._ahead = ahead = PackAhead(layers)
         try:
@@ -144,6 +170,12 @@ class TensorBody:
         finally:
             self._ahead = None
             ahead.close()
+
+    def _forget_expected(self) -> None:
+        """Let go of what was taken as a whole."""
+        expected = self._expected
+        if expected is not None and expected[1].done:
+            self.unexpect(expected[0])
 
     def upload(self, layer: Layer, stream: Any, traffic: Traffic) -> TensorLayer:
         packed = None if self._ahead is None else self._ahead.take(layer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +15,7 @@ from frink_numba.cuda.runtime import Runtime
 from frink_numba.cuda.tensor.weights import Pack
 from frink_numba.cuda.traffic import Traffic
 from frink_numba.kernels.gemm import DeviceWeights, why_not
-from frink_numba.kernels.gemm_pack import pack
-from frink_numba.quant import QuantMatrix
+from frink_numba.kernels.gemm_pack import PackedMatrix, pack
 
 _LOGITS_BYTES = 32 << 20  # of the rows of logits that are on the device at a time
 _MOST_ROWS = 128
@@ -59,8 +59,19 @@ def edges_bytes(edges: Edges) -> int:
     return _layout(edges).nbytes
 
 
-def upload_edges(runtime: Runtime, edges: Edges, stream: Any, traffic: Traffic) -> TensorEdges:
-    """Allocate one block and fill it in the order of `stream`. Raises what the runtime raises."""
+def pack_edges(edges: Edges) -> list[PackedMatrix]:
+    """The embedding repacked, and the output matrix where it is another."""
+    matrices = [edges.embedding] if edges.output is edges.embedding else [edges.embedding, edges.output]
+    return [pack([matrix]) for matrix in matrices]
+
+
+def upload_edges(
+    runtime: Runtime, edges: Edges, stream: Any, traffic: Traffic, packed: Sequence[PackedMatrix] | None = None
+) -> TensorEdges:
+    """Allocate one block and fill it in the order of `stream`. Raises what the runtime raises.
+
+    packed: what `pack_edges` made of it, where that is there already.
+    """
     nbytes = edges_bytes(edges)
     block = runtime.device_bytes(nbytes)
     base, layout = runtime.address(block), Layout()
@@ -71,12 +82,8 @@ def upload_edges(runtime: Runtime, edges: Edges, stream: Any, traffic: Traffic) 
         traffic.weights_up += source.nbytes
         return address
 
-    def weights(matrix: QuantMatrix) -> DeviceWeights:
-        made = pack([matrix])
-        return DeviceWeights.of(made, place(made.data), place(made.row_scale))
-
-    embedding = weights(edges.embedding)
-    output = embedding if edges.output is edges.embedding else weights(edges.output)
+    weights = [DeviceWeights.of(made, place(made.data), place(made.row_scale)) for made in packed or pack_edges(edges)]
+    embedding, output = weights[0], weights[-1]
     norm = place(edges.output_norm)
     rows = logits_rows(edges)
     logits = base + layout.add(4 * rows * edges.output.rows)

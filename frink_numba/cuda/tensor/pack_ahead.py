@@ -1,12 +1,17 @@
-"""Repacks the next layers in threads while others go up: the one costs a processor, the other the bus."""
+"""Repacks the next layers in threads while others go up: the one costs a processor, the other the bus.
+
+It may begin before anything goes up at all, as soon as somebody knows that a model is going to be used.
+"""
 
 from __future__ import annotations
 
 import os
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
+from frink_numba.backend import Edges
+from frink_numba.cuda.tensor.edges import pack_edges
 from frink_numba.cuda.tensor.weights import layer_bytes, pack_layer
 from frink_numba.kernels.gemm_pack import PackedMatrix
 from frink_numba.layer import Layer
@@ -16,31 +21,58 @@ _MOST_BYTES = 1 << 30  # of repacked layers that wait; one waits however large i
 
 
 class PackAhead:
-    """The packs of `layers`, made in their order ahead of their being taken. Close it, whatever happens."""
+    """The packs of `layers`, and then of `edges`, made in their order ahead of their being taken.
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
-        self._left = deque(layers)
+    Close it, whatever happens.
+    """
+
+    def __init__(self, layers: Sequence[Layer], edges: Edges | None = None) -> None:
+        self._layers = tuple(layers)
+        self._left: deque[Layer | Edges] = deque(layers)
+        if edges is not None:
+            self._left.append(edges)
         self._made: dict[int, Future[list[PackedMatrix]]] = {}
-        threads = min(os.cpu_count() or 1, _THREADS, len(layers))
+        threads = max(1, min(os.cpu_count() or 1, _THREADS, len(self._left)))
         largest = max((layer_bytes(layer) for layer in layers), default=1)
-        self._ahead = max(1, min(2 * threads, _MOST_BYTES // largest))
+        self._ahead = max(1, min(len(self._left), _MOST_BYTES // largest))
         # Where a few large layers are all that may wait, their own matrices are cut among the threads.
         self._inside = max(1, threads // self._ahead)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="frink-pack")
         self._fill()
 
-    def take(self, layer: Layer) -> list[PackedMatrix] | None:
-        """The layer's packs in the order of `LayerPacks.all`; None for one that was not named. Raises what failed."""
-        future = self._made.pop(id(layer), None)
+    def names(self, layers: Sequence[Layer]) -> bool:
+        """Whether all of `layers` are among its own."""
+        return {id(layer) for layer in layers} <= {id(layer) for layer in self._layers}
+
+    def take(self, part: Layer | Edges) -> list[PackedMatrix] | None:
+        """The part's packs, in the order of `LayerPacks.all` or as `pack_edges` has them. Raises what failed.
+
+        None for a part that was not named, or taken before.
+        """
+        future = self._made.pop(id(part), None)
         self._fill()
-        return None if future is None else future.result()
+        try:
+            return None if future is None else future.result()
+        except CancelledError:  # somebody has closed it
+            return None
+
+    @property
+    def done(self) -> bool:
+        """Whether all was taken."""
+        return not (self._left or self._made)
 
     def close(self) -> None:
         """Stop, and wait for what is being done."""
         self._left.clear()
+        self._made.clear()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _fill(self) -> None:
         while self._left and len(self._made) < self._ahead:
-            layer = self._left.popleft()
-            self._made[id(layer)] = self._pool.submit(pack_layer, layer, self._inside)
+            part = self._left.popleft()
+            if isinstance(part, Layer):
+                self._made[id(part)] = self._pool.submit(pack_layer, part, self._inside)
+            else:
+                self._made[id(part)] = self._pool.submit(pack_edges, part)
+        if not self._left:
+            self._pool.shutdown(wait=False)  # its threads end with the last of them, should nobody close it
