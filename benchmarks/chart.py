@@ -29,7 +29,7 @@ _PANEL_WIDTH, _PANEL_HEIGHT, _GAP, _LEFT, _TOP, _BOTTOM = 230, 240, 62, 58, 82, 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Tokens per second of one engine for one model and prompt length; `source` is the file it stands in."""
+    """Tokens per second of one engine for one model and prompt length (0: generation). `source`: where it stands."""
 
     model: str
     engine: str
@@ -39,10 +39,7 @@ class Point:
 
 
 def points(folder: Path) -> list[Point]:
-    """The baselines' points, and for each of their models and lengths ours, where a receipt of the same machine has it.
-
-    Of several receipts the newest counts; rows of the tier without tensor cores do not.
-    """
+    """The baselines' points, and for their models and lengths ours, where a receipt of the same machine has it."""
     baselines = json.loads((folder / BASELINES).read_text("utf-8"))
     found: list[Point] = []
     for row in baselines["rows"]:
@@ -52,15 +49,27 @@ def points(folder: Path) -> list[Point]:
                 Point(row["model"], engine, length, row[engine], BASELINES) for engine in _STYLES if engine in row
             ]
     wanted = {(point.model, point.length) for point in found}
-    newest: dict[tuple[str, int], tuple[str, Point]] = {}
+    mine = ours(folder).values()
+    return found + [point for point in mine if (point.model, point.length) in wanted]
+
+
+def ours(folder: Path) -> dict[tuple[str, str], Point]:
+    """Our figure of each model and test ("pp512", "tg128") of the baselines, from receipts of the same machine.
+
+    Of several receipts the newest counts; rows of the tier without tensor cores do not. A test of generation is the
+    greedy answer behind one token.
+    """
+    baselines = json.loads((folder / BASELINES).read_text("utf-8"))
+    wanted = {(row["model"], row["test"]) for row in baselines["rows"]}
+    newest: dict[tuple[str, str], tuple[str, Point]] = {}
     for path, document, row in receipts_rows(folder):
-        model, _, test = row["case"].rpartition(" ")
-        key = model.replace(" shape", "").replace("-Instruct.", " "), _length(test)
+        model, _, test = row["case"].removesuffix(" after 1, greedy").rpartition(" ")
+        key = model.replace(" shape", "").replace("-Instruct.", " "), test
         if document["machine"] != baselines["machine"] or key not in wanted or row.get("tier") in (None, "simt"):
             continue
         if row["metric"] == "tok/s" and (key not in newest or document["date"] > newest[key][0]):
-            newest[key] = document["date"], Point(key[0], OURS, key[1], row["value"], path.name)
-    return found + [point for _, point in newest.values()]
+            newest[key] = document["date"], Point(key[0], OURS, _length(test), row["value"], path.name)
+    return {key: point for key, (_, point) in newest.items()}
 
 
 def receipts_rows(folder: Path) -> Iterator[tuple[Path, dict[str, Any], dict[str, Any]]]:

@@ -1,6 +1,6 @@
-"""Renders the generated parts of README.md, and its chart: all from settings.py and benchmarks/receipts.
+"""Renders the generated parts of README.md and docs/figures.md, and the chart, from settings.py and the receipts.
 
-    python -m benchmarks.render_table            rewrites README.md and docs/prefill.svg
+    python -m benchmarks.render_table            rewrites README.md, docs/figures.md and docs/prefill.svg
     python -m benchmarks.render_table --check    exits 1 when it would change one
 
 A generated part stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
@@ -9,7 +9,8 @@ A generated part stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
 from __future__ import annotations
 
 import argparse
-import re
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from frink_numba import settings
 ROOT = Path(__file__).resolve().parent.parent
 RECEIPTS = ROOT / "benchmarks" / "receipts"
 CHART = ROOT / "docs" / "prefill.svg"
+FIGURES = ROOT / "docs" / "figures.md"
 KERNELS = ("gemm", "attention", "decode-kernels")  # figures of single kernels stand on their pages in docs/kernels
-MODES = ("invariant",)  # and those of a mode on its own page
 TIMELINE = "timeline"
+SANITIZER = "sanitizer"  # no figures
 
 
 def figures_table(folder: Path = RECEIPTS) -> str:
@@ -31,8 +33,26 @@ def figures_table(folder: Path = RECEIPTS) -> str:
         "| --- | ---: | ---: | --- | --- | ---: | --- | --- |",
     ]
     for path, document, row in chart.receipts_rows(folder):
-        if not path.stem.startswith((*KERNELS, TIMELINE)):
+        if not path.stem.startswith((*KERNELS, TIMELINE, SANITIZER)):
             lines.append(_row(row, document["machine"], path.stem))
+    return "\n".join(lines)
+
+
+def speed_table(folder: Path = RECEIPTS) -> str:
+    """Ours beside other engines, tokens per second: a row for each test of the baselines that a receipt of ours has."""
+    baselines = json.loads((folder / chart.BASELINES).read_text("utf-8"))
+    engines = [name for name in baselines["engines"] if any(name in row for row in baselines["rows"])]
+    lines = [
+        "| model | test | frink_numba | " + " | ".join(engines) + " |",
+        "| --- | --- | ---: |" + " ---: |" * len(engines),
+    ]
+    mine = chart.ours(folder)
+    for row in baselines["rows"]:
+        point = mine.get((row["model"], row["test"]))
+        if point is not None:
+            others = [f"{row[name]:,} ({point.value / row[name]:.1f} times)" if name in row else "" for name in engines]
+            value = f"[{_figure(point.value)}](benchmarks/receipts/{point.source})"
+            lines.append("| " + " | ".join([row["model"], row["test"], value, *others]) + " |")
     return "\n".join(lines)
 
 
@@ -92,19 +112,26 @@ def _figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def rendered(text: str, folder: Path = RECEIPTS) -> str:
-    """README `text` with its generated parts anew; ValueError when a part's marks are missing."""
-    parts = {
-        "settings": settings.markdown_table(),
-        "chart": chart_part(folder),
-        "figures": figures_table(folder),
-        "timeline": timeline_table(folder),
-    }
+def parts_of_readme(folder: Path = RECEIPTS) -> dict[str, str]:
+    """The generated parts of README.md by name."""
+    return {"settings": settings.markdown_table(), "chart": chart_part(folder), "speed": speed_table(folder)}
+
+
+def parts_of_figures(folder: Path = RECEIPTS) -> dict[str, str]:
+    """Those of docs/figures.md, whose links begin a folder further down."""
+    parts = {"figures": figures_table(folder), "timeline": timeline_table(folder)}
+    return {name: table.replace("](benchmarks/", "](../benchmarks/") for name, table in parts.items()}
+
+
+def rendered(text: str, parts: Mapping[str, str]) -> str:
+    """A page's `text` with its generated parts anew; ValueError when a part's marks are missing."""
     for name, table in parts.items():
-        pattern = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.DOTALL)
-        text, count = pattern.subn(lambda match, table=table: f"{match[1]}{table}\n{match[2]}", text)
-        if count != 1:
-            raise ValueError(f"README.md needs one part between <!-- {name}:begin --> and <!-- {name}:end -->")
+        begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
+        before, first, rest = text.partition(begin)
+        _, last, after = rest.partition(end)
+        if not (first and last):
+            raise ValueError(f"the page needs a part between {begin.strip()} and {end}")
+        text = f"{before}{begin}{table}\n{end}{after}"
     return text
 
 
@@ -113,7 +140,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing, exit 1 when something is out of step")
     check = parser.parse_args().check
     readme = ROOT / "README.md"
-    wanted = {readme: rendered(readme.read_text("utf-8")), CHART: chart.draw(chart.points(RECEIPTS))}
+    pages = {readme: parts_of_readme(), FIGURES: parts_of_figures()}
+    wanted = {path: rendered(path.read_text("utf-8"), parts) for path, parts in pages.items()}
+    wanted[CHART] = chart.draw(chart.points(RECEIPTS))
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text("utf-8") != text]
     for path in stale:
         name = path.relative_to(ROOT)

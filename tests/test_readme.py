@@ -13,7 +13,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks import chart
-from benchmarks.render_table import CHART, RECEIPTS, figures_table, rendered, timeline_table
+from benchmarks.render_table import (
+    CHART,
+    FIGURES,
+    RECEIPTS,
+    figures_table,
+    parts_of_figures,
+    parts_of_readme,
+    rendered,
+    speed_table,
+    timeline_table,
+)
 from frink_numba import settings
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -21,14 +31,16 @@ _README = (_ROOT / "README.md").read_text("utf-8")
 
 
 def test_generated_parts_are_in_step() -> None:
-    assert rendered(_README) == _README, "run `make readme`"
+    assert rendered(_README, parts_of_readme()) == _README, "run `make readme`"
+    figures = FIGURES.read_text("utf-8")
+    assert rendered(figures, parts_of_figures()) == figures, "run `make readme`"
     for name in settings.SETTINGS:
         assert f"| `{name}` |" in _README
 
 
 def test_a_stale_table_is_noticed() -> None:
     """The check above can fail: a changed default no longer renders to the same text."""
-    assert rendered(_README.replace("| `auto` |", "| `host` |")) == _README
+    assert rendered(_README.replace("| `auto` |", "| `host` |"), parts_of_readme()) == _README
 
 
 def test_the_chart_is_in_step() -> None:
@@ -84,6 +96,28 @@ def test_ours_are_the_newest_of_the_same_machine(tmp_path: Path) -> None:
     assert "llama.cpp: how; torch bf16 graph: that" in words
 
 
+def test_other_engines_stand_beside_ours(tmp_path: Path) -> None:
+    """One row for each test of the baselines that a receipt has, generation behind one token among them."""
+    rows = [
+        {"model": "m Q4_K_M", "test": "pp512", "llama.cpp": 1000, "torch": 4000},
+        {"model": "m Q4_K_M", "test": "pp2048", "llama.cpp": 1100, "torch": 4100},
+        {"model": "m Q4_K_M", "test": "tg128", "llama.cpp": 250},
+    ]
+    engines = {"llama.cpp": "how", "torch": "that"}
+    baselines = {"machine": "A GPU", "date": "2026-12-01", "engines": engines, "rows": rows}
+    (tmp_path / chart.BASELINES).write_text(json.dumps(baselines))
+    receipt(tmp_path, "a.json", "2026-12-02", [("m shape Q4_K_M pp512", 5000.0, "wgmma")])
+    tests = ("tg128 after 1, greedy", "tg128 after 1, one by one", "tg128 after 512, greedy")
+    decode = [(f"m shape Q4_K_M {test}", 500.0 - 100 * number, "wgmma") for number, test in enumerate(tests)]
+    receipt(tmp_path, "b.json", "2026-12-02", decode)
+    assert speed_table(tmp_path).splitlines() == [
+        "| model | test | frink_numba | llama.cpp | torch |",
+        "| --- | --- | ---: | ---: | ---: |",
+        "| m Q4_K_M | pp512 | [5,000](benchmarks/receipts/a.json) | 1,000 (5.0 times) | 4,000 (1.2 times) |",
+        "| m Q4_K_M | tg128 | [500](benchmarks/receipts/b.json) | 250 (2.0 times) |  |",
+    ]
+
+
 def test_a_timeline_becomes_a_row(tmp_path: Path) -> None:
     """Gaps, and copies that nothing hides, are differences of the receipt's parts."""
     parts = {"step": 1300.0, "all launches": 1040.0, "without rows": 1180.0, "kernels alone": 1000.0,
@@ -98,8 +132,8 @@ def test_a_timeline_becomes_a_row(tmp_path: Path) -> None:
 
 
 def test_missing_marks_are_an_error() -> None:
-    with pytest.raises(ValueError, match="figures:begin"):
-        rendered(_README.replace("<!-- figures:begin -->", ""))
+    with pytest.raises(ValueError, match="speed:begin"):
+        rendered(_README.replace("<!-- speed:begin -->", ""), parts_of_readme())
 
 
 def test_the_python_lines_run_as_written(smollm2_path: Path) -> None:
