@@ -156,19 +156,23 @@ SETTINGS: dict[str, Setting] = {
 }
 
 
+def raw(name: str) -> str:
+    """The text of one variable as it stands, "" where it is not set: for who asks often whether it has changed."""
+    return os.environ.get(name, "")
+
+
 def get(name: str) -> Any:
     """The value of one variable, parsed anew at each call; SettingError names the variable and what it takes."""
-    setting = SETTINGS[name]
-    raw = os.environ.get(name, "")
-    if not raw.strip():
+    setting, text = SETTINGS[name], raw(name)
+    if not text.strip():
         try:
             return setting.default() if callable(setting.default) else setting.default
         except RuntimeError as error:  # no home folder
             raise SettingError(f"{name} is not set, and its default cannot be found: {error}") from None
     try:
-        return setting.parse(raw)
+        return setting.parse(text)
     except ValueError as error:
-        raise SettingError(f"{name}={raw!r}: {error}") from None
+        raise SettingError(f"{name}={text!r}: {error}") from None
 
 
 def markdown_table() -> str:
