@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from frink_numba.backend import Step
+from frink_numba.cuda.body import ScratchSize
 from frink_numba.cuda.device import CudaDevice
 from frink_numba.layer import Layer
 from frink_numba.plan import in_units
@@ -61,13 +62,20 @@ class Admission:
 
     def scratch(self, step: Step) -> int:
         """Bytes of scratch that a run of any of the layers needs at most, and no less than there is."""
-        need = self._scratch.nbytes(step.batch, step.start_pos) if self._scratch else 0
+        need = self.run_scratch(self._scratch, step) if self._scratch else 0
         return max(need, self._device.arena_bytes)
 
     def most_scratch(self, step: Step) -> int:
         """Bytes of scratch of the largest chunk at the step's position."""
         rows = max(step.batch, self._device.body.chunk_size)
-        return self._scratch.nbytes(rows, step.start_pos) if self._scratch else 0
+        return self.run_scratch(self._scratch, step, rows) if self._scratch else 0
+
+    def run_scratch(self, size: ScratchSize, step: Step, rows: int | None = None) -> int:
+        """Bytes of scratch of a run of the step over layers of this `size`; of another with so many `rows`."""
+        edges = step.edges if step.logits else None
+        if edges is not None and self._device.body.why_not_edges(edges) is not None:
+            edges = None
+        return size.nbytes(rows or step.batch, step.start_pos, edges, step.logits)
 
     def mirror(self, number: int, step: Step) -> int:
         """Bytes of layer `number`'s K/V rows on the device after the step."""

@@ -26,15 +26,18 @@ class Layout:
         return offset
 
 
-def share(sizes: Mapping[str, int], needed: Mapping[str, Collection[int]]) -> tuple[dict[str, int], int]:
+def share(
+    sizes: Mapping[str, int], needed: Mapping[str, Collection[int]], lowest: Collection[str] = ()
+) -> tuple[dict[str, int], int]:
     """Places for parts of which not all are needed at once: (offsets by name, bytes of the whole).
 
     sizes: bytes by name. needed: the stages of a run at which a part's contents matter. Two parts that have a stage in
-    common do not overlap. The largest are placed first, each as low as it fits.
+    common do not overlap. The largest are placed first, each as low as it fits; `lowest` before all, which have no
+    stage in common and lie at the beginning.
     """
     places: dict[str, int] = {}
     end = 0
-    for name in sorted(sizes, key=lambda name: -sizes[name]):
+    for name in sorted(sizes, key=lambda name: (name not in lowest, -sizes[name])):
         stages = set(needed[name])
         taken = sorted(
             (place, place + sizes[other]) for other, place in places.items() if not stages.isdisjoint(needed[other])

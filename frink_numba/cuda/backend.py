@@ -50,12 +50,12 @@ class _Settled:
     """Steps over all layers that ran, and what the next one over the same cache finds unchanged."""
 
     caches: weakref.ref[Any]
-    batches: set[int]  # rows of each
+    sizes: set[tuple[int, int]]  # rows of each, and how many of them had logits
     positions: int  # for which the caches' K/V rows have room on the device
     state: tuple[int, int, int, int]  # of the device; nothing here keeps its memory
 
     def holds(self, device: CudaDevice, step: Step) -> bool:
-        if self.caches() is not step.caches or step.batch not in self.batches:
+        if self.caches() is not step.caches or (step.batch, step.logits) not in self.sizes:
             return False
         return step.start_pos + step.rows <= self.positions and self.state == device.state
 
@@ -284,7 +284,7 @@ class CudaBackend:
             settled, state = self._settled, self.device.state
             if settled is None or (settled.caches(), settled.positions, settled.state) != (step.caches, room, state):
                 settled = self._settled = _Settled(caches, set(), room, state)
-            settled.batches.add(step.batch)
+            settled.sizes.add((step.batch, step.logits))
 
     def _ends(self, l: int, length: int, step: Step, traffic: Traffic) -> Ends:  # noqa: E741
         """What the run does beside its layers; under `working()`, when layers and scratch are in place.
@@ -331,7 +331,7 @@ class CudaBackend:
         for first, length in runs:
             numbers, layers = range(first, first + length), self._layers[first : first + length]
             weights += sum(body.layer_bytes(layer) for layer in layers if id(layer) not in own)
-            exact = body.scratch(layers).nbytes(step.batch, step.start_pos)
+            exact = self._admission.run_scratch(body.scratch(layers), step)
             if exact > scratch:
                 scratch = exact + max(0, min(exact // 4, self._spare(exact, step)))
             kv_rows += sum(self._admission.mirror(number, step) for number in numbers)
@@ -411,7 +411,7 @@ class CudaBackend:
             body.dropped()
             device.runtime.release()
         resident = hold_layers(device, layers, self._holder, traffic, scratch)
-        exact = body.scratch(layers).nbytes(step.batch, step.start_pos)
+        exact = self._admission.run_scratch(body.scratch(layers), step)
         return resident, device.workspace.arena.reserve(exact, self._spare(exact, step))
 
 

@@ -113,8 +113,11 @@ class Answer(NamedTuple):
 
 
 class ScratchSize(Protocol):
-    def nbytes(self, batch: int, start_pos: int) -> int:
-        """Bytes of scratch of a run of any of the layers, for `batch` rows from position `start_pos` on."""
+    def nbytes(self, batch: int, start_pos: int, edges: Edges | None = None, logits: int = 0) -> int:
+        """Bytes of scratch of a run of any of the layers, for `batch` rows from position `start_pos` on.
+
+        edges: whose output matrix makes `logits` rows of logits; None where the run makes none.
+        """
 
 
 class Body(Protocol):

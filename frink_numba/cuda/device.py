@@ -249,7 +249,7 @@ def make_body(tier: str, info: driver.Device, runtime: Runtime, *, invariant: bo
     from frink_numba.cuda.tensor.kernels import TensorKernels
 
     kernels = TensorKernels(tier, info.compute_capability, info.multiprocessors, invariant=invariant)
-    return TensorBody(runtime, kernels, info.multiprocessors)
+    return TensorBody(runtime, kernels)
 
 
 def _check_packages(found: driver.Driver) -> None:

@@ -17,7 +17,6 @@ from frink_numba import driver
 from frink_numba.cuda.device import CudaDevice
 from frink_numba.cuda.tensor.body import TensorBody
 from frink_numba.cuda.tensor.kernels import TensorKernels
-from frink_numba.cuda.tensor.scratch import COUNTERS
 from frink_numba.kernels import (
     decode_attention_variant,
     fused_attention_mma,
@@ -212,11 +211,10 @@ def tensor_device(
     schedule: str = "lazy",
     seed: int = 0,
     invariant: bool = False,
+    block_rows: int | None = None,
 ) -> CudaDevice:
     """A device with tensor cores, as `open_device` would answer it."""
     runtime = FakeRuntime(memory_bytes, schedule, seed)
     info = driver.Device(0, "Fake GPU 0", memory_bytes, CAPABILITIES[tier], MULTIPROCESSORS)
     kernels = FakeTensorKernels(runtime, tier, MULTIPROCESSORS, invariant)
-    body = TensorBody(runtime, kernels, MULTIPROCESSORS)
-    body._workspace_bytes = COUNTERS + MULTIPROCESSORS * 128 * 256 * 4  # as small as it may be: blocks are filled
-    return CudaDevice(info, runtime, body)
+    return CudaDevice(info, runtime, TensorBody(runtime, kernels, block_rows=block_rows))

@@ -9,7 +9,7 @@ import pytest
 
 from frink_numba.backend import Decline, Serve
 from frink_numba.cuda.backend import CudaBackend
-from frink_numba.cuda.tensor import scratch
+from frink_numba.cuda.tensor import cuts
 from frink_numba.host.kv_cache import KVCache
 from tests.cuda.fake_gpu import OUT_OF_MEMORY, FakeCudaError, FakeRuntime
 from tests.cuda.fake_tensor import tensor_device
@@ -23,7 +23,7 @@ BATCHES = (3, 10)
 @pytest.fixture(autouse=True)
 def _segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows come down in several parts, so that a failure meets copies under way."""
-    monkeypatch.setattr(scratch, "_SEGMENT_BYTES", 1)
+    monkeypatch.setattr(cuts, "_SEGMENT_BYTES", 1)
 
 
 def new_cache(backend: CudaBackend) -> KVCache:
@@ -65,7 +65,7 @@ def test_the_points_of_failure_are_of_every_kind():
     assert {*kinds, "gemm", "attention", "qkv_prepare", "mirror_rows", "synchronize"} <= set(first)
     assert {"send", "replay", "record", "wait", "synchronize"} <= set(later)
     assert "device_bytes" not in later
-    assert later.count("replay") == len(LAYERS)
+    assert later.count("replay") == len(LAYERS) + 1  # up to each layer's K/V rows, and the rest of the last
     assert len(first) > 100
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from frink_numba.backend import Serve, Step
 from frink_numba.cuda.backend import CudaBackend
-from frink_numba.cuda.tensor import scratch
+from frink_numba.cuda.tensor import cuts
 from frink_numba.cuda.tensor.group_program import size_class
 from frink_numba.host.kv_cache import KVCache
 from tests import reference
@@ -218,7 +218,7 @@ def test_scores_of_given_tokens(tier: str, keep: bool):
 @pytest.fixture
 def segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many segments as a run can have, however few rows there are."""
-    monkeypatch.setattr(scratch, "_SEGMENT_BYTES", 1)
+    monkeypatch.setattr(cuts, "_SEGMENT_BYTES", 1)
 
 
 @pytest.mark.parametrize("schedule", ["lazy", "reversed", "random"])

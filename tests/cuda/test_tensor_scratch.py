@@ -13,7 +13,8 @@ from frink_numba.cuda.arena import ALIGNMENT, share
 from frink_numba.cuda.backend import CudaBackend
 from frink_numba.cuda.tensor import scratch
 from frink_numba.cuda.tensor.edges import edges_bytes
-from frink_numba.cuda.tensor.scratch import TensorScratch, workspace_bytes
+from frink_numba.cuda.tensor.kernels import TensorKernels
+from frink_numba.cuda.tensor.scratch import TensorScratch
 from frink_numba.cuda.tensor.weights import layer_bytes, separate_gate
 from frink_numba.host.kv_cache import KVCache
 from frink_numba.layer import Activation, AttentionSpec, Expert, FeedForward, Layer, Rope, RopeLayout
@@ -21,7 +22,7 @@ from frink_numba.quant import KINDS, QuantMatrix
 from tests.cuda.fake_tensor import tensor_device
 from tests.cuda.tensor_stacks import hidden_rows, step_over, taken, unlike_layers
 
-H200 = 132  # multiprocessors
+KERNELS = TensorKernels("wgmma", (9, 0), 132)  # of an H200; none is loaded
 
 
 def overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
@@ -47,13 +48,16 @@ def test_parts_share_only_what_they_never_need_at_once() -> None:
 @pytest.mark.parametrize("batch", [1, 17, 300, 2048])
 def test_places_keep_apart_what_a_launch_reads_and_writes(batch: int) -> None:
     """By the launches themselves: operands and results of each, and what lies there for good, do not overlap."""
-    made = TensorScratch.of(unlike_layers(), workspace=1 << 20)
-    places, nbytes = made.places(batch)
-    parts = made.parts(batch)
+    made = TensorScratch.of(unlike_layers(), KERNELS)
+    found = made.places(batch)
+    places, nbytes = found.at, found.nbytes
+    parts = made.parts(batch) | {"attention_workspace": scratch.ATTENTION_WORKSPACE, "counters": scratch.COUNTERS}
+    parts |= {f"{stage} sums": size for stage, size in found.sums.items()}
     spans = {name: (place, place + parts[name]) for name, place in places.items()}
     assert max(end for _, end in spans.values()) <= nbytes
-    always = [name for name in parts if name not in scratch._NEEDED]
-    launches = [("normed", "qkv"), ("qkv", "q"), ("q", "attended"), ("attended", "projected"), ("qkv", "attended"),
+    always = [name for name in parts if name not in scratch._NEEDED and "sums" not in name]
+    launches = [("normed", "qkv"), ("qkv", "q"), ("q", "attended"), ("attended", "projected"),
+                ("qkv", "attended") if batch <= scratch.THIN_ROWS else (),
                 ("normed", "inner"), ("normed", "gate", "up"), ("gate", "up", "inner"),
                 ("inner", "projected")]  # fmt: skip
     for names in launches:
@@ -115,7 +119,7 @@ def test_device_memory_beside_the_weights(name: str, most: float) -> None:
     SmolLM2's weights are smaller than what 2048 rows are worked on in; it is here so that it grows no further.
     """
     layers, edges, weights = described_model(SHAPES[name])
-    made = TensorScratch.of(layers, workspace_bytes(H200)).nbytes(2048, 0)
+    made = TensorScratch.of(layers, KERNELS).nbytes(2048, 0, edges, 1)
     held = sum(map(layer_bytes, layers)) + edges_bytes(edges) + made
     assert held <= most * weights
     if name == "8b":  # with them too

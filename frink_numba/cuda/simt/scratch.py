@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from frink_numba.backend import Edges
 from frink_numba.cuda.arena import float_bytes
 from frink_numba.cuda.parts import rope_key
 from frink_numba.cuda.shapes import LayerShape
@@ -49,8 +50,8 @@ class ScratchShape:
             parts[f"sin{table}"] = batch * self.rope_pairs
         return parts
 
-    def nbytes(self, batch: int, start_pos: int) -> int:
-        """Bytes of the whole block."""
+    def nbytes(self, batch: int, start_pos: int, edges: Edges | None = None, logits: int = 0) -> int:
+        """Bytes of the whole block; nothing for logits, which this tier does not make."""
         return float_bytes(*self.parts(batch, start_pos).values())
 
 

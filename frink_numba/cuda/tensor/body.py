@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from frink_numba.backend import Edges
-from frink_numba.cuda.arena import Carver, float_bytes
 from frink_numba.cuda.body import WHOLE, Answer, Ends, KvSource, Member, Share
-from frink_numba.cuda.ranges import Ranges, open_ranges
+from frink_numba.cuda.ranges import open_ranges
 from frink_numba.cuda.runtime import Runtime
 from frink_numba.cuda.shapes import LayerShape
 from frink_numba.cuda.tensor.ahead import go_ahead
+from frink_numba.cuda.tensor.cuts import Block
 from frink_numba.cuda.tensor.edges import TensorEdges, decline_edges, edges_bytes, logits_rows, upload_edges
 from frink_numba.cuda.tensor.few_rows import FewRows
 from frink_numba.cuda.tensor.group import GroupRun
@@ -30,15 +30,16 @@ from frink_numba.cuda.tensor.group_program import MOST_SEQUENCES, GroupProgram, 
 from frink_numba.cuda.tensor.lifts import lifted
 from frink_numba.cuda.tensor.mirror import Mirror, Mirrors
 from frink_numba.cuda.tensor.pack_ahead import PackAhead
-from frink_numba.cuda.tensor.program import Program, launch, send_image
+from frink_numba.cuda.tensor.program import Program
 from frink_numba.cuda.tensor.row_targets import LayerTargets, RowTargets, WholeTargets
+from frink_numba.cuda.tensor.run import BlockRun, Part
 from frink_numba.cuda.tensor.scratch import (
     AHEAD_ROWS,
     ATTENTION_WORKSPACE,
+    CHUNK_ROWS,
     COUNTERS,
     STAGED_ROWS,
     TensorScratch,
-    workspace_bytes,
 )
 from frink_numba.cuda.tensor.weights import TensorLayer, decline, layer_bytes, upload_layer
 from frink_numba.cuda.traffic import Traffic
@@ -49,16 +50,19 @@ from frink_numba.layer import Layer
 if TYPE_CHECKING:
     from frink_numba.cuda.device import Workspace
 
-_PROGRAMS = 8  # kept
+_PROGRAMS = 12  # kept
 
 
 class TensorBody:
-    """See `frink_numba.cuda.body.Body`. `kernels`: a TensorKernels."""
+    """See `frink_numba.cuda.body.Body`. `kernels`: a TensorKernels.
 
-    def __init__(self, runtime: Runtime, kernels: Any, multiprocessors: int) -> None:
+    block_rows: how many rows of a step go through the layers together, where it is not for the scratch to say.
+    """
+
+    def __init__(self, runtime: Runtime, kernels: Any, *, block_rows: int | None = None) -> None:
         self.runtime = runtime
         self.kernels = kernels
-        self._workspace_bytes = workspace_bytes(multiprocessors)
+        self.block_rows = block_rows
         self._mirrors = Mirrors(runtime)
         self._ranges = open_ranges()
         self._ahead: PackAhead | None = None  # while layers go up
@@ -67,11 +71,12 @@ class TensorBody:
         self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._group_programs: OrderedDict[Any, GroupProgram] = OrderedDict()
         self._group_sizes: tuple[Sequence[Layer], dict[Any, int]] | None = None
+        self._scratch: tuple[tuple[int, ...], TensorScratch] | None = None  # of the layers of the last run, by serials
         self._zeroed: weakref.ref[Any] | None = None  # the scratch block whose counters are known to be zero
 
     least_batch = 1
     most_sequences = MOST_SEQUENCES
-    chunk_size = 2048
+    chunk_size = CHUNK_ROWS
     mirrors_rows = True
     most_ahead = AHEAD_ROWS
 
@@ -94,7 +99,7 @@ class TensorBody:
         return layer_bytes(layer)
 
     def scratch(self, layers: Sequence[Layer]) -> TensorScratch:
-        return TensorScratch.of(layers, self._workspace_bytes)
+        return TensorScratch.of(layers, self.kernels, self.block_rows)
 
     def mirror_bytes(self, layer: Layer, cache: Any, positions: int) -> int:
         return self._mirrors.needed(LayerShape.of(layer), cache, positions)
@@ -192,8 +197,10 @@ class TensorBody:
         traffic: Traffic,
         ends: Ends = WHOLE,
     ) -> Answer:
-        batch = len(ends.tokens) if hidden is None and ends.tokens is not None else len(_there(hidden))
-        run, mirrors, whole = _Run(self.runtime, work, traffic, self._ranges), list[Mirror](), None
+        given = ends.tokens if hidden is None else hidden
+        assert given is not None  # a step has the one or the other
+        batch = len(given)
+        mirrors, whole = list[Mirror](), None
         try:
             zeroed, self._zeroed = self._zeroed, None
             total = start_pos + max(batch, ends.ahead)
@@ -203,7 +210,8 @@ class TensorBody:
                 mirrors = whole.mirrors
             else:
                 mirrors = self._mirrors.take(shapes, [source.cache for source in sources], total, work.compute)
-            program = self._program(layers, mirrors, batch, self.runtime.address(block), ends)
+            parts = self._programs_of(layers, mirrors, batch, self.runtime.address(block), ends)
+            program = parts[0].program
             if zeroed is None or zeroed() is not block:
                 self.runtime.zero(program.counters, ATTENTION_WORKSPACE + COUNTERS, work.compute)
             lacking: Sequence[KvSource] = sources
@@ -223,7 +231,8 @@ class TensorBody:
             if ends.ahead:
                 answer = go_ahead(*how, self._ranges, program, make_targets, start_pos, ends)
             else:
-                answer = run.go(program, layers[0].shape.hidden, hidden, make_targets, start_pos, ends)
+                run = BlockRun(*how, self._ranges, make_targets)
+                answer = run.go(parts, layers[0].shape.hidden, hidden, start_pos, ends)
             self._zeroed = weakref.ref(block)
             return answer
         except BaseException:  # a keyboard interrupt too: memory that the device still writes to must not be reused
@@ -286,29 +295,37 @@ class TensorBody:
             raise
 
     def _group_scratch(self, layers: Sequence[Layer], edges: Edges, shape: GroupShape) -> GroupScratch:
-        return GroupScratch(self.scratch(layers), shape, logits_rows(edges))
+        return GroupScratch(self.scratch(layers), shape, edges)
+
+    def _programs_of(
+        self, layers: Sequence[TensorLayer], mirrors: Sequence[Mirror], batch: int, base: int, ends: Ends
+    ) -> list[Part]:
+        """The programs of a run's blocks, in their order."""
+        serials = tuple(layer.serial for layer in layers)
+        if self._scratch is None or self._scratch[0] != serials:
+            self._scratch = serials, self.scratch([layer.layer for layer in layers])
+        scratch = self._scratch[1]
+        return [
+            Part(self._program(scratch, layers, mirrors, block, (base, *serials), ends), block.first)
+            for block in scratch.blocks(batch, ends.logits)
+        ]
 
     def _program(
-        self, layers: Sequence[TensorLayer], mirrors: Sequence[Mirror], m: int, base: int, ends: Ends
+        self,
+        scratch: TensorScratch,
+        layers: Sequence[TensorLayer],
+        mirrors: Sequence[Mirror],
+        block: Block,
+        where: tuple[int, ...],
+        ends: Ends,
     ) -> Program:
-        edges = None if ends.edges is None else ends.edges.serial
-        what = (m, base, edges, ends.tokens is None, ends.logits, ends.choices)
-        key = (what, *[layer.serial for layer in layers])
+        """`where`: the address of the scratch, and the layers' serials."""
+        edges, from_tokens = ends.edges, ends.tokens is not None
+        rest = (from_tokens, block.logits, ends.choices, ends.hidden)
+        key = (block.rows, None if edges is None else edges.serial, *rest, where)
         program = self._programs.get(key)
         if program is None:
-            scratch = self.scratch([layer.layer for layer in layers])
-            program = Program(
-                self.kernels,
-                scratch,
-                layers,
-                mirrors,
-                m,
-                base,
-                ends.edges,
-                ends.tokens is not None,
-                ends.logits,
-                ends.choices,
-            )
+            program = Program(self.kernels, scratch, layers, mirrors, block.rows, where[0], edges, *rest)
             self._programs[key] = program
             if len(self._programs) > _PROGRAMS:
                 self._programs.popitem(last=False)
@@ -350,72 +367,3 @@ class TensorBody:
             scales = layer.scales[1:]
             launch = self.kernels.mirror_rows(n, shape.n_kv_heads, shape.head_dim, pitch, addresses, targets, scales)
             launch(handle)
-
-
-def _there(array: np.ndarray | None) -> np.ndarray:
-    assert array is not None  # asked for only where it was made
-    return array
-
-
-class _Run:
-    """One run: the hidden batch up, the launches, K/V rows and the hidden batch down."""
-
-    def __init__(self, runtime: Runtime, work: Workspace, traffic: Traffic, ranges: Ranges | None) -> None:
-        self._runtime, self._work, self._traffic, self._ranges = runtime, work, traffic, ranges
-
-    def go(
-        self,
-        program: Program,
-        width: int,
-        hidden: np.ndarray | None,
-        make_targets: Callable[[int], RowTargets],
-        start_pos: int,
-        ends: Ends,
-    ) -> Answer:
-        runtime, work, traffic = self._runtime, self._work, self._traffic
-        stream, lend = work.compute, work.pinned.lend
-        shape = (program.rows, width)
-        answer = logits = None
-        if hidden is not None:
-            answer = Carver(lend(float_bytes(shape[0] * shape[1]))).array(shape)
-
-        send_image(program, start_pos, ends.tokens, runtime, work)
-        if hidden is not None:
-            if not work.pinned.owns(hidden):
-                np.copyto(_there(answer), hidden)
-                hidden = answer
-            runtime.send(program.hidden, _there(hidden), stream)
-            traffic.hidden_up += _there(hidden).nbytes
-        targets: RowTargets | None = None
-        for number, segment in enumerate(program.segments):
-            slot = number % 2
-            if number >= 2:  # the rows of the segment that was here before must be down
-                runtime.wait(work.rows_down[slot], stream)
-            launch(segment, runtime, stream, self._ranges, ends.first)
-            if targets is None:  # while the device is at work
-                targets = make_targets(program.rows)
-                if ends.hidden and answer is None:
-                    answer = Carver(lend(float_bytes(shape[0] * shape[1]))).array(shape)
-                if ends.logits:
-                    vocabulary = ends.edges.output.rows
-                    logits = Carver(lend(float_bytes(ends.logits * vocabulary))).array((ends.logits, vocabulary))
-            runtime.record(work.rows_ready[slot], stream)
-            runtime.wait(work.rows_ready[slot], work.downloads)
-            targets.fetch(segment.first, segment.last, segment.rows, work.downloads, program.rows)
-            runtime.record(work.rows_down[slot], work.downloads)
-        for slot in range(min(2, len(program.segments))):
-            runtime.wait(work.rows_down[slot], stream)
-        for head in program.heads:
-            launch(head, runtime, stream, self._ranges, ends.first)
-            part = _there(logits)[head.first : head.last]
-            runtime.fetch(part, ends.edges.logits, stream)
-            traffic.logits_down += part.nbytes
-        if ends.hidden:
-            runtime.fetch(_there(answer), program.hidden, stream)
-            traffic.hidden_down += _there(answer).nbytes
-        runtime.synchronize(stream)
-        traffic.synchronizations += 1
-        traffic.runs += 1
-        assert targets is not None  # there is a segment
-        targets.done()
-        return Answer(answer if ends.hidden else None, targets.rows, logits)

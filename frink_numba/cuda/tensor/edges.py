@@ -17,7 +17,7 @@ from frink_numba.cuda.traffic import Traffic
 from frink_numba.kernels.gemm import DeviceWeights, why_not
 from frink_numba.kernels.gemm_pack import PackedMatrix, pack
 
-_LOGITS_BYTES = 32 << 20  # of the rows of logits that are on the device at a time
+_LOGITS_BYTES = 32 << 20  # of the rows of logits that are on the device at a time, in the scratch
 _MOST_ROWS = 128
 
 _serials = itertools.count()
@@ -32,8 +32,6 @@ class TensorEdges:
     embedding: DeviceWeights
     output: DeviceWeights
     norm: int
-    logits: int  # float32 [rows, vocab]
-    rows: int  # that fit there
     serial: int
     block: Any = field(repr=False)
 
@@ -85,9 +83,7 @@ def upload_edges(
     weights = [DeviceWeights.of(made, place(made.data), place(made.row_scale)) for made in packed or pack_edges(edges)]
     embedding, output = weights[0], weights[-1]
     norm = place(edges.output_norm)
-    rows = logits_rows(edges)
-    logits = base + layout.add(4 * rows * edges.output.rows)
-    return TensorEdges(edges, nbytes, embedding, output, norm, logits, rows, next(_serials), block)
+    return TensorEdges(edges, nbytes, embedding, output, norm, next(_serials), block)
 
 
 def _layout(edges: Edges) -> Layout:
@@ -97,5 +93,4 @@ def _layout(edges: Edges) -> Layout:
         for size in Pack((matrix,)).sizes():
             layout.add(size)
     layout.add(edges.output_norm.nbytes)
-    layout.add(4 * logits_rows(edges) * edges.output.rows)
     return layout

@@ -118,7 +118,7 @@ class GroupRun:
             launch(head, runtime, stream, self._ranges, 0)
             if shape.make == "logits" and head.first < wanted:
                 part = logits[head.first : head.last]
-                runtime.fetch(part, edges.logits, stream)
+                runtime.fetch(part, program.logits, stream)
                 self._traffic.logits_down += part.nbytes
         if shape.make == "logits":
             return (logits,)

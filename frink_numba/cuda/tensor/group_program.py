@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from frink_numba.backend import Edges
 from frink_numba.cuda.arena import Layout
 from frink_numba.cuda.body import Member
-from frink_numba.cuda.tensor.edges import TensorEdges
+from frink_numba.cuda.tensor.edges import TensorEdges, logits_rows
 from frink_numba.cuda.tensor.launches import Launches
 from frink_numba.cuda.tensor.mirror import Whole
 from frink_numba.cuda.tensor.program import Head, Segment
-from frink_numba.cuda.tensor.scratch import TensorScratch, step_bytes
+from frink_numba.cuda.tensor.scratch import HeadSize, Places, TensorScratch, step_bytes
 from frink_numba.cuda.tensor.weights import TensorLayer
 from frink_numba.kernels.decode_attention import MOST_ROWS
 from frink_numba.kernels.fused_attention import SEQUENCE, head_pitch
@@ -82,7 +83,7 @@ class GroupScratch:
 
     scratch: TensorScratch
     shape: GroupShape
-    head_rows: int  # of logits that are made at a time
+    edges: Edges
 
     def image_bytes(self) -> int:
         """Most bytes of what goes up with a step."""
@@ -90,17 +91,17 @@ class GroupScratch:
         records = layers * shape.sequences * (SEQUENCE.itemsize + 2 * MAP_BYTES + 2 * COPY.itemsize)
         return step_bytes(shape.rows, layers) + records + layers * 3 * 128 + 2 * 4 * shape.wanted + 1024
 
-    def places(self) -> tuple[dict[str, int], int]:
+    def places(self) -> Places:
         """Where each part begins in the block, and the bytes of the block."""
         shape, scratch = self.shape, self.scratch
-        places, nbytes = scratch.places(shape.rows)
+        places = scratch.places(shape.rows, HeadSize.of(self.edges, shape.wanted), shape.most_rows)
         layout = Layout()
-        layout.add(nbytes)
+        layout.add(places.nbytes)
         parts = {
             "step": self.image_bytes(),
             # One launch may read it for all the attention does, so that it shares its place with nothing.
             "qkv": 4 * shape.rows * (scratch.query_width + 2 * scratch.kv_width),
-            "gathered": 4 * min(shape.wanted, self.head_rows) * scratch.hidden,
+            "gathered": 4 * min(shape.wanted, logits_rows(self.edges)) * scratch.hidden,
             "chosen": 4 * shape.wanted,
             "scores": 4 * shape.wanted,
         }
@@ -109,10 +110,11 @@ class GroupScratch:
             parts["k_mirror"] = parts["v_mirror"] = 2 * (shape.rows + _KEYS) * scratch.padded_kv_width
         if shape.most_rows > MOST_ROWS:
             del parts["qkv"]
-        return places | {name: layout.add(size) for name, size in parts.items()}, layout.nbytes
+        added = {name: layout.add(size) for name, size in parts.items()}
+        return Places({**places.at, **added}, layout.nbytes, places.sums)
 
     def nbytes(self) -> int:
-        return self.places()[1]
+        return self.places().nbytes
 
 
 class GroupProgram(Launches):
@@ -125,7 +127,7 @@ class GroupProgram(Launches):
         self, kernels: Any, scratch: GroupScratch, layers: Sequence[TensorLayer], base: int, edges: TensorEdges
     ) -> None:
         shape, plain = scratch.shape, scratch.scratch
-        sizes = (scratch.places()[0], plain.workspace, scratch.image_bytes(), shape.sequences, shape.most_rows)
+        sizes = (scratch.places(), scratch.image_bytes(), shape.sequences, shape.most_rows)
         super().__init__(kernels, shape.rows, base, *sizes)
         self.shape = shape
         count, m = len(layers), shape.rows
@@ -140,11 +142,10 @@ class GroupProgram(Launches):
         self._mapped: dict[int, tuple[Any, np.ndarray]] = {}  # by layer: its attention, the maps in the image
         self._shared_maps: dict[Any, int] = {}
 
-        size = plain.segment(m) if shape.keep else count
-        self.segments = [
-            Segment(first, min(first + size, count), self._at[f"rows{first // size % 2}"] if shape.keep else 0)
-            for first in range(0, count, size)
-        ]
+        self.segments = [Segment(0, count, 0)]
+        if shape.keep:
+            cut = enumerate(plain.segments(m))
+            self.segments = [Segment(first, last, self.slots[number % 2]) for number, (first, last) in cut]
         self._made = self.segments[0].launches
         ids = kernels.samplers.embed(
             edges.embedding, self._address(self._ids), m, self.hidden, scale=edges.layer.embedding_scale
@@ -167,9 +168,9 @@ class GroupProgram(Launches):
             records = 2 * shape.sequences * (segment.last - segment.first)
             table = self._address(self._copies[segment.first])
             self.stores.append(kernels.scatter_bytes(_COPY_BLOCKS, table, records))
-        self.heads = [
-            Head(first, min(first + edges.rows, shape.wanted)) for first in range(0, shape.wanted, edges.rows)
-        ]
+        at_once = logits_rows(edges.layer)
+        self.heads = [Head(first, min(first + at_once, shape.wanted)) for first in range(0, shape.wanted, at_once)]
+        self.logits = self._at.get("logits", 0)
         for head in self.heads:
             self._head(edges, head)
         self.image = self.image[: self._image_end]
@@ -259,16 +260,6 @@ class GroupProgram(Launches):
             self._targets[:total] = np.concatenate([member.targets for member in members])
             self._targets[total:] = 0
 
-    def _part(self, dtype: np.dtype[Any], *shape: int) -> np.ndarray:
-        """A new part of the image."""
-        nbytes = dtype.itemsize * int(np.prod(shape))
-        offset = self._reserve(nbytes)
-        return self.image[offset : offset + nbytes].view(dtype).reshape(shape)
-
-    def _address(self, part: np.ndarray) -> int:
-        """Where a part of the image lies on the device."""
-        return self.step_address + part.ctypes.data - self.image.ctypes.data
-
     def _maps_of(self, attention: Any) -> int:
         assert self._number is not None  # a layer's launches are made
         if not attention.mapped:
@@ -288,14 +279,19 @@ class GroupProgram(Launches):
         wanted = self._address(self._wanted) + 4 * head.first
         self._add("gather", kernels.gather_rows(rows, width, self.hidden, wanted, gathered))
         x = self._normed("output norm", gathered, width, edges.norm, edges.layer.norm_eps, rows)
-        self._add("head", self._product(edges.output, x, edges.logits, 4 * edges.output.rows, m=rows))
+        self._add("head", self._product(edges.output, x, self.logits, 4 * edges.output.rows, stage="head", m=rows))
         tokens, vocabulary = self._address(self._targets) + 4 * head.first, edges.output.rows
         if self.shape.make == "tokens":
             tokens, room = self.chosen + 4 * head.first, kernels.samplers.argmax_workspace(rows)
             choose = kernels.samplers.argmax(
-                edges.logits, rows, self.shape.choices, tokens, workspace=self._room(room, room), pitch=vocabulary
+                self.logits,
+                rows,
+                self.shape.choices,
+                tokens,
+                workspace=self._room("head", room, room),
+                pitch=vocabulary,
             )
             self._add("choose", choose)
         if self.shape.make != "logits":  # of chosen tokens it tells whether the logits are numbers
             scores = self.scores + 4 * head.first
-            self._add("scores", kernels.log_likelihood(rows, vocabulary, edges.logits, tokens, scores))
+            self._add("scores", kernels.log_likelihood(rows, vocabulary, self.logits, tokens, scores))

@@ -13,15 +13,15 @@ device memory, where the step's image lies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from frink_numba.cuda.shapes import LayerShape
 from frink_numba.cuda.tensor.lifts import GATES
-from frink_numba.cuda.tensor.scratch import ATTENTION_WORKSPACE, COUNTERS
+from frink_numba.cuda.tensor.scratch import ATTENTION_WORKSPACE, COUNTERS, THIN_ROWS, Places
 from frink_numba.cuda.tensor.weights import TensorLayer, qk_norm_form
 from frink_numba.errors import DeviceError
 from frink_numba.kernels import decode_attention
@@ -33,8 +33,6 @@ from frink_numba.kernels.thin_gemm import MOST_NORM_COLUMNS, NormRows
 from frink_numba.layer import RopeLayout
 
 Launch = Callable[[int], None]
-
-THIN_ROWS = decode_attention.MOST_ROWS  # up to here products run at the speed of memory, with kernels of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +61,21 @@ class Launches:
         kernels: Any,
         m: int,
         base: int,
-        places: Mapping[str, int],
-        workspace: int,
+        places: Places,
         image_bytes: int,
         sequences: int = 1,
         most_rows: int = 0,
     ) -> None:
-        """`places`: of the scratch's parts behind `base`; `workspace`: bytes of that part."""
+        """`places`: of the scratch's parts behind `base`."""
         self._kernels, self._m = kernels, m
         self._few = 0 if kernels.invariant else THIN_ROWS
         self.rows = m
         self._kept = m  # new K rows of a layer, and V rows, that there is room for
-        self._at = {name: base + place for name, place in places.items()}
-        self._workspace = workspace  # bytes
+        self._at = {name: base + place for name, place in places.at.items()}
+        self._sums = places.sums
         self.hidden, self.step_address, self.staging = (self._at[name] for name in ("hidden", "step", "staging"))
-        self.counters = self._at["attention_workspace"]  # and those of all other launches behind them
+        self.counters = self._at["attention_workspace"]  # and those of all other launches behind it
+        self.slots = tuple(self._at.get(f"rows{slot}", 0) for slot in range(2))  # where K/V rows are left, in turn
         self.image: np.ndarray = np.zeros(image_bytes, np.uint8)
         self._maps: dict[bytes, int] = {}
         self._constants: dict[float, int] = {}
@@ -99,6 +97,16 @@ class Launches:
         if self._image_end > self.image.size:
             raise DeviceError("the layers of one run differ in more ways than a step has room to describe")
         return offset
+
+    def _part(self, dtype: np.dtype[Any], *shape: int) -> np.ndarray:
+        """A new part of the image."""
+        nbytes = dtype.itemsize * int(np.prod(shape))
+        offset = self._reserve(nbytes)
+        return self.image[offset : offset + nbytes].view(dtype).reshape(shape)
+
+    def _address(self, part: np.ndarray) -> int:
+        """Where a part of the image lies on the device."""
+        return self.step_address + part.ctypes.data - self.image.ctypes.data
 
     def _map_address(self, maps: bytes) -> int:
         """Where equal tensor maps lie on the device."""
@@ -142,31 +150,45 @@ class Launches:
 
     def _layer(self, layer: TensorLayer, record: int, rows: int) -> None:
         """Append the layer's launches; its K rows go to `rows`, its V rows behind them."""
-        at, m, shape = self._at, self._m, layer.shape
-        eps, vectors = layer.layer.norm_eps, layer.vectors
-        attended, inner = self._attended(layer.scales[2]), self._operand("inner")
+        self._layer_rows(layer, record, rows)
+        self._layer_rest(layer, record)
 
-        x = self._normed("norm", self.hidden, shape.hidden, vectors.get("attn_norm"), eps, m)
+    def _layer_rows(self, layer: TensorLayer, record: int, rows: int) -> None:
+        """Append the launches up to the one that makes K/V rows."""
+        at, m, shape = self._at, self._m, layer.shape
+        x = self._normed("norm", self.hidden, shape.hidden, layer.vectors.get("attn_norm"), layer.layer.norm_eps, m)
         width = shape.query_width + 2 * shape.kv_width
         for weights, column in layer.qkv:
-            self._add("qkv", self._product(weights, x, at["qkv"] + 4 * column, 4 * width))
-        if self._most_rows <= self._few and _decodes(layer):
-            self._add("attention", self._decode_attention(layer, attended, record, rows))
+            self._add("qkv", self._product(weights, x, at["qkv"] + 4 * column, 4 * width, stage="qkv"))
+        if self._decodes(layer):
+            self._add("attention", self._decode_attention(layer, self._attended(layer.scales[2]), record, rows))
         else:
             self._add("prepare", self._prepare(layer, record, rows))
-            self._add("attention", self._attention(layer, attended, record))
-        self._into_hidden("o", layer.o, attended, vectors.get("post_attn_norm"), shape, eps)
 
-        x = self._normed("ffn norm", self.hidden, shape.hidden, vectors.get("ffn_norm"), eps, m)
+    def _layer_rest(self, layer: TensorLayer, record: int, first: int = 0) -> None:
+        """Append the launches behind it, over rows `first` .. m-1 alone, to which `record` belongs."""
+        at, m, shape = self._at, self._m - first, layer.shape
+        eps, vectors = layer.layer.norm_eps, layer.vectors
+        attended, inner = self._attended(layer.scales[2]), self._operand("inner")
+        hidden = self.hidden + 4 * shape.hidden * first
+        if not self._decodes(layer):
+            self._add("attention", self._attention(layer, attended, record, m))
+        # Its scales are all one number, and there is always one behind the last row.
+        attended = replace(attended, half=attended.half + 2 * shape.query_width * first)
+        self._into_hidden("o", layer.o, attended, hidden, vectors.get("post_attn_norm"), shape, eps, m)
+
+        x = self._normed("ffn norm", hidden, shape.hidden, vectors.get("ffn_norm"), eps, m)
         gate = GATES[layer.layer.ffn.activation]
         if len(layer.gate_up) == 1:
-            gate_up, pitch = layer.gate_up[0], 2 * shape.ffn
-            self._add("gate_up", self._product(gate_up, x, inner.half, pitch, gate=gate, out_scale=inner.scale))
+            product = self._product(
+                layer.gate_up[0], x, inner.half, 2 * shape.ffn, stage="gate_up", gate=gate, out_scale=inner.scale, m=m
+            )
+            self._add("gate_up", product)
         else:
             for weights, name in zip(layer.gate_up, ("gate", "up"), strict=True):
-                self._add(name, self._product(weights, x, at[name], 4 * shape.ffn))
+                self._add(name, self._product(weights, x, at[name], 4 * shape.ffn, stage="gate_up", m=m))
             self._add("activation", self._kernels.gated_half(gate, m, shape.ffn, at["gate"], at["up"], inner))
-        self._into_hidden("down", layer.down, inner, vectors.get("post_ffn_norm"), shape, eps)
+        self._into_hidden("down", layer.down, inner, hidden, vectors.get("post_ffn_norm"), shape, eps, m)
 
     def _add(self, name: str, launch: Launch) -> None:
         self._made.append(Op(name, self._number, launch))
@@ -186,6 +208,10 @@ class Launches:
     def _rotation(self, layer: TensorLayer) -> tuple[int, int]:
         """Cosines and sines; zeros for a layer that is not rotated."""
         return (0, 0) if layer.rope_key is None else self._tables[layer.rope_key]
+
+    def _decodes(self, layer: TensorLayer) -> bool:
+        """Whether one launch makes q, K/V rows and attention: for few rows of a sequence, in a form that it serves."""
+        return self._most_rows <= self._few and _decodes(layer)
 
     def _row_targets(self, layer: TensorLayer, rows: int) -> dict[str, int]:
         if not rows:  # nobody wants them
@@ -213,7 +239,7 @@ class Launches:
             self._at["qkv"],
             out.half,
             record,
-            workspace=self._room(attention.counters, attention.workspace),
+            workspace=self._room("attention", attention.counters, attention.workspace),
             cos=cos,
             sin=sin,
             q_norm=vectors.get("q_norm", 0),
@@ -254,10 +280,10 @@ class Launches:
         )
         return bound
 
-    def _attention(self, layer: TensorLayer, out: HalfRows, record: int) -> Launch:
+    def _attention(self, layer: TensorLayer, out: HalfRows, record: int, m: int) -> Launch:
         spec, heads = layer.layer.attention, HeadShape(*_heads(layer.shape))
         windowed, capped = spec.window > 0, spec.softcap > 0
-        attention = self._kernels.attentions.attention(heads, self._m, windowed=windowed, softcap=capped)
+        attention = self._kernels.attentions.attention(heads, m, windowed=windowed, softcap=capped)
         if attention.workspace > ATTENTION_WORKSPACE:
             raise DeviceError(f"the attention wants a workspace of {attention.workspace} bytes")
         bound: Launch = attention.bind(
@@ -281,19 +307,20 @@ class Launches:
         op: str,
         weights: DeviceWeights,
         x: HalfRows,
+        hidden: int,
         post_norm: int | None,
         shape: LayerShape,
         eps: float,
+        m: int,
     ) -> None:
         """hidden += product(x), normed first where there is a post-norm."""
         pitch = 4 * shape.hidden
         if post_norm is None:
-            self._add(op, self._product(weights, x, self.hidden, pitch, add=True, alone=op == "o"))
+            self._add(op, self._product(weights, x, hidden, pitch, stage=op, m=m, add=True, alone=op == "o"))
             return
         projected = self._at["projected"]
-        self._add(op, self._product(weights, x, projected, pitch, alone=op == "o"))
-        added = self._kernels.norm_add(self._m, shape.hidden, self.hidden, projected, post_norm, eps)
-        self._add(f"{op} norm", added)
+        self._add(op, self._product(weights, x, projected, pitch, stage=op, m=m, alone=op == "o"))
+        self._add(f"{op} norm", self._kernels.norm_add(m, shape.hidden, hidden, projected, post_norm, eps))
 
     def _product(
         self,
@@ -302,12 +329,14 @@ class Launches:
         out: int,
         pitch: int,
         *,
+        stage: str,
         gate: str = "",
         add: bool = False,
         out_scale: int = 0,
         m: int | None = None,
         alone: bool = False,
     ) -> Launch:
+        """`stage`: whose sums the product may leave."""
         kernels, half, m = self._kernels, bool(out_scale), m or self._m
         bound: Launch
         if m <= self._few:
@@ -315,22 +344,23 @@ class Launches:
             thin = kernels.thins.product(weights, m, gate=gate, half=half, norm=norm, alone=alone)
             bound = thin.bind(weights, x, out, pitch, add=add, out_scale=out_scale)
             return bound
-        product = kernels.gemms.product(weights, m, gate=gate, half=half)
+        room = FLAG_BYTES + self._sums.get(stage, 0)
+        product = kernels.gemms.product(weights, m, gate=gate, half=half, room=room)
         maps = self._map_address(product.maps(x, out, pitch))
-        workspace = self._room(min(FLAG_BYTES, product.workspace), product.workspace)
+        workspace = self._room(stage, min(FLAG_BYTES, product.workspace), product.workspace)
         bound = product.bind(weights, x, out, pitch, maps=maps, workspace=workspace, add=add, out_scale=out_scale)
         return bound
 
-    def _room(self, counters: int, nbytes: int) -> int:
+    def _room(self, stage: str, counters: int, nbytes: int) -> int:
         """Where a workspace of `nbytes` lies that begins with `counters` bytes of counters.
 
         All lie over each other: the counters, which every launch leaves at zero, before one place, sums from there on.
         """
         if not nbytes:
             return 0
-        if counters > COUNTERS or nbytes - counters > self._workspace - COUNTERS:
+        if counters > COUNTERS or nbytes - counters > self._sums.get(stage, 0):
             raise DeviceError(f"a launch wants a workspace of {nbytes} bytes, {counters} of them for counters")
-        return self._at["workspace"] + COUNTERS - counters
+        return self._at["counters"] + COUNTERS - counters
 
 
 def _decodes(layer: TensorLayer) -> bool:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from frink_numba.cuda.device import Workspace
 
 _MOST_PITCH = 1 << 31  # bytes from row to row of a copy, that the driver takes
+ALL = slice(None)
 
 
 class Target(NamedTuple):
@@ -35,8 +36,8 @@ class RowTargets(Protocol):
 
     rows: Sequence[Rows]
 
-    def fetch(self, first: int, last: int, address: int, stream: Any, room: int) -> None:
-        """Rows of layers first .. last-1 come down from `address` on, in the order of `stream`.
+    def fetch(self, first: int, last: int, address: int, stream: Any, room: int, part: slice = ALL) -> None:
+        """Rows `part` of layers first .. last-1 come down from `address` on, in the order of `stream`.
 
         Each of K and V has room for `room` rows there.
         """
@@ -63,26 +64,29 @@ class LayerTargets:
         self._targets = self._take(layers, mirrors, sources, n)
         self.rows: Sequence[Rows] = [(target.k, target.v) for target in self._targets]
 
-    def fetch(self, first: int, last: int, address: int, stream: Any, room: int) -> None:
+    def fetch(self, first: int, last: int, address: int, stream: Any, room: int, part: slice = ALL) -> None:
         """In one copy where the targets lie at equal distances in one block."""
         targets = self._targets[first:last]
-        nbytes, block, n = targets[0].k.nbytes, targets[0].k.base, len(targets[0].k)
+        rows = targets[0].k[part]
+        nbytes, block = rows.nbytes, targets[0].k.base
         places = [place for target in targets for place in (target.k_address, target.v_address)]
         alike = all(
-            target.k.nbytes == nbytes == target.v.nbytes and target.k.base is block and target.v.base is block
+            target.k.nbytes == targets[0].k.nbytes == target.v.nbytes
+            and target.k.base is block
+            and target.v.base is block
             for target in targets
         )
-        pitch, step = places[1] - places[0], nbytes // n * room
-        even = nbytes <= pitch < _MOST_PITCH
+        pitch, step = places[1] - places[0], nbytes // len(rows) * room
+        even = targets[0].k.nbytes <= pitch < _MOST_PITCH
         if alike and even and places == list(range(places[0], places[0] + pitch * len(places), pitch)):
             self._traffic.kv_down += nbytes * len(places)
-            self._runtime.fetch_strided(targets[0].k, pitch, len(places), address, stream, step)
+            self._runtime.fetch_strided(rows, pitch, len(places), address, stream, step)
             return
         for target in targets:
-            for rows in (target.k, target.v):
+            for rows in (target.k[part], target.v[part]):
                 self._traffic.kv_down += rows.nbytes
                 self._runtime.fetch(rows, address, stream)
-                address += rows.nbytes // n * room
+                address += rows.nbytes // len(rows) * room
 
     def done(self) -> None:
         """The mirrors have what their caches lent already."""
@@ -147,17 +151,18 @@ class WholeTargets:
             shapes = [(n, x.shape.n_kv_heads, x.shape.head_dim) for x in layers]
             self.rows = [(carver.array(shape), carver.array(shape)) for shape in shapes]
 
-    def fetch(self, first: int, last: int, address: int, stream: Any, room: int) -> None:
+    def fetch(self, first: int, last: int, address: int, stream: Any, room: int, part: slice = ALL) -> None:
         """In one copy where the rows of all layers lie at equal distances."""
         whole = self._whole
         if whole.writable and whole.pitch:
-            rows = self.rows[first][0]
+            rows = self.rows[first][0][part]
             count, n = 2 * (last - first), len(rows)
             self._traffic.kv_down += rows.nbytes * count
             self._runtime.fetch_strided(rows, whole.pitch, count, address, stream, rows.nbytes // n * room)
             return
         for number in range(first, last):
-            for rows in self.rows[number]:
+            for all_rows in self.rows[number]:
+                rows = all_rows[part]
                 self._traffic.kv_down += rows.nbytes
                 self._runtime.fetch(rows, address, stream)
                 address += rows.nbytes // len(rows) * room
