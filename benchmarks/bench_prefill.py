@@ -2,6 +2,7 @@
 
     python -m benchmarks.bench_prefill --receipt benchmarks/receipts/prefill-h200.json
     python -m benchmarks.bench_prefill --shapes 3b --tokens 512,2048 --backend cuda --runs 15
+    python -m benchmarks.bench_prefill --shapes 3b --tokens 2048 --no-baseline --block-rows 2048
 
 A step is what the engine does with a prompt: from token ids through every layer to the last logits, and each layer's
 K/V rows are pushed into the host's cache. A named shape has random weights of the kinds that llama.cpp's quantizer
@@ -15,13 +16,14 @@ import argparse
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from frink_numba.backend import Edges, Step
+from frink_numba.cuda.device import open_device
 from frink_numba.cuda.tensor import weights
 from frink_numba.dispatch import Dispatcher
 from frink_numba.driver import query_driver
@@ -229,6 +231,45 @@ def seconds(step: Callable[[], None], runs: int) -> list[float]:
     return taken
 
 
+def force_blocks(rows: int) -> None:
+    """Let so many rows of a step go through the layers together, whatever that takes; before any backend is made."""
+    body: Any = open_device(0).body
+    body.block_rows = rows
+
+
+def measure_memory(name: str, tokens: int, backends: str) -> Row:
+    """Device memory that a first step takes, as the driver counts it, by the bytes of the weights in the file.
+
+    Kernels and graphs are in it, and K/V rows of all positions; other processes must leave the device alone.
+    """
+    shape, device = SHAPES[name], open_device(0)
+    with device.working():
+        _ = device.workspace
+        before = device.runtime.memory()[0]
+    step, served = layers_step(shape, tokens, backends)
+    step()
+    with device.working():
+        taken = before - device.runtime.memory()[0]
+    layers, edges, _ = opened(shape, backends)
+    nbytes = edges.embedding.data.nbytes + sum(
+        matrix.data.nbytes
+        for layer in layers
+        for part in (layer.attention, layer.ffn.experts[0])
+        for matrix in matrices_of(part)
+    )
+    ours, case = device.held_bytes, f"{shape.drawn} pp{tokens}: device memory"
+    print(f"{case}: {taken} bytes, {ours} of them ours, {taken / nbytes:.4f} and {ours / nbytes:.4f} of the weights")
+    backend, _, note = served.partition(", ")
+    ratio = taken / nbytes
+    tier = note.rpartition(", ")[2].removesuffix(" tier") or None
+    return Row(case, "of the weights", ratio, ratio, ratio, 1, backend, tier=tier)
+
+
+def matrices_of(part: AttentionSpec | Expert) -> list[QuantMatrix]:
+    """The matrices of a part of a layer."""
+    return [value for field in fields(part) if isinstance(value := getattr(part, field.name), QuantMatrix)]
+
+
 def measure(name: str, tokens: int, backends: str, runs: int, baseline: bool) -> Row:
     """One row; baseline and backend take turns."""
     shape = SHAPES[name]
@@ -272,16 +313,23 @@ def main() -> int:
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--no-baseline", action="store_true")
+    parser.add_argument("--block-rows", type=int, help="rows of a step that go through the layers together")
+    parser.add_argument("--memory", action="store_true", help="measure the first case's device memory too")
     parser.add_argument("--receipt", type=Path)
     arguments = parser.parse_args()
     share_packs()
-    rows = [
+    if arguments.block_rows:
+        force_blocks(arguments.block_rows)
+    first = arguments.shapes.split(",")[0], int(arguments.tokens.split(",")[0])
+    rows = [measure_memory(*first, arguments.backend)] if arguments.memory else []
+    rows += [
         measure(name, int(tokens), arguments.backend, arguments.runs, not arguments.no_baseline)
         for name in arguments.shapes.split(",")
         for tokens in arguments.tokens.split(",")
     ]
     if arguments.receipt:
-        record(arguments, "prefill", rows, ("shapes", "tokens", "backend", "runs"))
+        more = ("block_rows",) if arguments.block_rows else ()
+        record(arguments, "prefill", rows, ("shapes", "tokens", "backend", "runs", *more))
     return 0
 
 
