@@ -34,6 +34,7 @@ import numpy as np
 from benchmarks.bench_prefill import SHAPES, layers_step, opened, seconds, share_packs
 from frink_numba.cuda.backend import CudaBackend
 from frink_numba.cuda.device import CudaDevice
+from frink_numba.cuda.tensor import run
 from frink_numba.driver import query_driver
 from frink_numba.receipt import Row, receipt, write_receipt
 
@@ -94,7 +95,7 @@ def event_timer(device: CudaDevice, work: Callable[[], None]) -> float:
 
 
 def take(step: Callable[[], None], backend: CudaBackend, timer: Timer, runs: int) -> Timeline:
-    """The timeline of `step`, one run of `backend`, with the launches of the last program that its device ran."""
+    """The timeline of `step`, one run of `backend`, with the launches of all programs that its blocks ran."""
     device = backend.device
     step()
     before = backend.stats
@@ -107,14 +108,16 @@ def take(step: Callable[[], None], backend: CudaBackend, timer: Timer, runs: int
     waited = [1e6 * s for s in waits[-runs:]]
     with _rows_left(device):
         without = [1e6 * s for s in seconds(step, runs)]
-    step()  # all rows down again
+    with _blocks_noted() as blocks:
+        step()  # all rows down again
     with device.working():
-        program: Any = next(reversed(device.body._programs.values()))  # type: ignore[attr-defined]
-        parts = [*program.segments, *program.heads]
+        parts = [part for program, _ in blocks for part in (*program.segments, *program.heads)]
 
         def everything() -> None:
-            for part in parts:
-                part.replay()
+            for program, send in blocks:
+                send()
+                for part in (*program.segments, *program.heads):
+                    part.replay()
 
         launches = [timer(device, everything) for _ in range(runs)]
         host = [wall - wait for wall, wait in zip(walls, waited, strict=True)]
@@ -129,6 +132,25 @@ def take(step: Callable[[], None], backend: CudaBackend, timer: Timer, runs: int
             made.operations[name] = len(ops), [timer(device, graph) / times for _ in range(runs)]
         device.runtime.synchronize(device.workspace.compute)
     return made
+
+
+@contextmanager
+def _blocks_noted() -> Iterator[list[tuple[Any, Callable[[], None]]]]:
+    """The programs of the blocks that run, each with what must go up before it runs again."""
+    noted: list[tuple[Any, Callable[[], None]]] = []
+    real = run.send_image
+
+    def send_image(program: Any, start_pos: int, tokens: Any, runtime: Any, work: Any, number: int = 0) -> None:
+        real(program, start_pos, tokens, runtime, work, number)
+        sent = work.pinned.lend(program.sent[number].nbytes)
+        np.copyto(sent, program.sent[number])
+        noted.append((program, lambda: runtime.send(program.step_address, sent, work.compute)))
+
+    run.send_image = send_image
+    try:
+        yield noted
+    finally:
+        run.send_image = real
 
 
 @contextmanager

@@ -38,8 +38,10 @@ def a_step(backend: CudaBackend) -> tuple[Callable[[], None], list[np.ndarray]]:
     return step, answers
 
 
-def test_every_launch_is_timed_and_the_step_stays_what_it_was() -> None:
-    device = tensor_device()
+@pytest.mark.parametrize("block_rows", [None, 10, 12])
+def test_every_launch_is_timed_and_the_step_stays_what_it_was(block_rows: int | None) -> None:
+    """Of all blocks of a step: each has a program of its own here, as the last alone ends with logits."""
+    device = tensor_device(block_rows=block_rows)
     backend = CudaBackend(LAYERS, device)
     step, answers = a_step(backend)
     worked = []
@@ -51,8 +53,10 @@ def test_every_launch_is_timed_and_the_step_stays_what_it_was() -> None:
         return 10.0
 
     made = take(step, backend, timer, 2)
-    program = next(reversed(device.body._programs.values()))
-    launched = Counter(op.name for part in (*program.segments, *program.heads) for op in part.launches)
+    programs = device.body._programs.values()
+    assert len(programs) == (1 if block_rows is None else 2)
+    parts = [part for program in programs for part in (*program.segments, *program.heads)]
+    launched = Counter(op.name for part in parts for op in part.launches)
     assert {name: count for name, (count, _) in made.operations.items()} == launched
     assert len(worked) == 2 * (1 + len(launched))
     assert len(made.step) == len(made.host) == len(made.without_rows) == 2
