@@ -21,14 +21,16 @@ are as long as M rounded up to 256. Columns of the result beyond N may be overwr
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from frink_numba.errors import ShapeError
-from frink_numba.kernels import gemm_mma, gemm_variant, gemm_wgmma, half_rows
+from frink_numba.kernels import gemm_mma, gemm_norm, gemm_variant, gemm_wgmma, half_rows
 from frink_numba.kernels.cubins import Source
 from frink_numba.kernels.gemm_epilogue import GATES, Epilogue
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, fragment_kind
 from frink_numba.kernels.gemm_mma import MmaGemm
+from frink_numba.kernels.gemm_norm import MOST_NORM_COLUMNS
 from frink_numba.kernels.gemm_pack import PackedMatrix
 from frink_numba.kernels.gemm_plan import TOKEN_TILES, Plan, make_plan, mma_tokens
 from frink_numba.kernels.gemm_variant import WgmmaGemm
@@ -36,6 +38,10 @@ from frink_numba.kernels.launch import KernelShelf, Launch, LoadedKernel
 from frink_numba.kernels.tma import MAP_BYTES, tensor_map
 from frink_numba.quant import QuantKind
 
+if TYPE_CHECKING:
+    from frink_numba.kernels.thin_gemm import NormRows
+
+_WIDER_TILE = 32  # of tokens: one whose consumers have registers for the widest norm
 _BOUND_MARGIN = 1.01  # f16 rounding of both operands
 
 
@@ -113,6 +119,7 @@ class Gemms:
         *,
         gate: str = "",
         half: bool = False,
+        norm: bool = False,
         tokens: int | None = None,
         cluster: int | None = None,
         groups: int | None = None,
@@ -121,6 +128,7 @@ class Gemms:
     ) -> WgmmaProduct | MmaProduct:
         """The product of M tokens with such weights. `gate` as in Epilogue, `half` for an f16 result.
 
+        norm: the launch makes its operands itself, by the RMS norm of a NormRows (`wgmma` tier).
         `tokens`, `cluster` and `groups` force the tile, `plan` all of the cut (benchmarks and tests). `room`: bytes of
         workspace that there are; a product that would take more is not cut along K, and takes none.
         """
@@ -128,6 +136,8 @@ class Gemms:
             raise ShapeError(f"a product needs at least one token, got {m}")
         if gate not in GATES or bool(gate) != weights.gated:
             raise ShapeError(f"the pack is {'' if weights.gated else 'not '}gated, the gate asked for is {gate!r}")
+        if norm and (why := why_no_norm(self.tier, weights.cols)):
+            raise ShapeError(why)
         known = gemm_mma.TOKEN_TILES if self.tier == "mma" else TOKEN_TILES
         if tokens is not None and tokens not in known:
             raise ShapeError(f"the tier {self.tier} has tiles of {known} tokens, not {tokens}")
@@ -142,7 +152,15 @@ class Gemms:
             plan = make_plan(*size, self.invariant)
             if room is not None and plan_workspace(weights.kind, plan) > room:
                 plan = make_plan(*size, True)
-        variant = WgmmaGemm(weights.kind, plan.tokens, epilogue, plan.cluster, plan.groups)
+        columns = gemm_norm.norm_columns(weights.cols) if norm else 0
+        variant = WgmmaGemm(weights.kind, plan.tokens, epilogue, plan.cluster, plan.groups, columns)
+        if gemm_norm.too_wide(columns, variant.registers[1]):  # the tile of so few registers is for few tokens alone
+            return self.product(weights, m, gate=gate, half=half, norm=True, tokens=_WIDER_TILE, room=room)
+        if norm:
+            # Blocks without a tile of their own norm rows, where there are more rows than groups.
+            places = self.multiprocessors * variant.resident // plan.cluster * plan.cluster
+            wanted = -(-m // plan.groups // plan.cluster) * plan.cluster
+            plan = replace(plan, blocks=max(plan.blocks, min(places, wanted)))
         return WgmmaProduct(m, weights.outputs, weights.cols, self._kernel(variant), variant, plan)
 
     def workspace(self, kind: str, rows: int, cols: int, m: int) -> int:
@@ -174,6 +192,15 @@ class Gemms:
         self._shelf.close()
 
 
+def why_no_norm(tier: str, cols: int) -> str | None:
+    """The reason why a product of this tier and width cannot norm its rows itself, or None."""
+    if tier != "wgmma":
+        return f"products of the tier {tier} do not norm their rows: normalize first"
+    if cols > MOST_NORM_COLUMNS:
+        return f"a fused norm takes rows of at most {MOST_NORM_COLUMNS} columns, got {cols}: normalize first"
+    return None
+
+
 def plan_workspace(kind: str, plan: Plan) -> int:
     """Bytes of workspace that a plan takes: flags, and the sums of each cluster where tiles are split."""
     variant = WgmmaGemm(kind, plan.tokens, cluster=plan.cluster, groups=plan.groups)
@@ -186,7 +213,7 @@ def source_of(variant: WgmmaGemm | MmaGemm | None, *, overlap: bool) -> Source:
         return half_rows.source(overlap)
     if isinstance(variant, MmaGemm):
         return Source(f"gemm_mma {variant!r}", functools.partial(gemm_mma.build, variant), gemm_mma.THREADS, 2)
-    build = functools.partial(gemm_wgmma.build, variant)
+    build = functools.partial((gemm_norm if variant.norm else gemm_wgmma).build, variant)
     return Source(f"gemm_wgmma {variant!r}", build, variant.threads, variant.resident)
 
 
@@ -251,16 +278,22 @@ class WgmmaProduct(_Product):
         workspace: int,
         add: bool = False,
         out_scale: int = 0,
+        norm: NormRows | None = None,
     ) -> Launch:
-        """A launch with these buffers; `out` and `pitch` as they were given to `maps()`.
+        """A launch with these buffers; `x`, `out` and `pitch` as they were given to `maps()`.
 
-        add: add to the result (plain float32). out_scale: float32, the powers of two of an f16 result.
+        add: add to the result (plain float32). out_scale: float32, the powers of two of an f16 result. norm: the rows
+        from which a product with a norm makes `x`.
         """
         plan = self.plan
+        if (norm is not None) != bool(self.variant.norm):
+            raise ShapeError(f"the product {'norms its rows' if self.variant.norm else 'takes operands'}, got {norm!r}")
         self._check(self.variant.kind, self.variant.epilogue, weights, add, out_scale)
         addresses = (weights.data, weights.row_scale, x.scale, weights.bias, x.norm, out_scale, workspace)
         shape = (self.m, plan.token_tiles, plan.slabs, plan.steps, plan.swath, plan.split_tiles, plan.workers)
-        return self.kernel.bind(plan.blocks, maps, maps + MAP_BYTES, *addresses, *weights.bounds(), *shape, int(add))
+        rows = (0, 0, 0, 0, 0.0) if norm is None else (norm.hidden, norm.weight, x.half, self.cols, norm.eps)
+        tensors = maps, maps + MAP_BYTES
+        return self.kernel.bind(plan.blocks, *tensors, *addresses, *weights.bounds(), *shape, int(add), *rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from frink_numba.kernels.gemm_plan import blocks_on_multiprocessor
 
 SHARED_LIMIT = 232448  # bytes a block may use on sm_90
 FLAG_BYTES = 8192  # the workspace's flags: one for each slab of each block
+MEETING_AT = FLAG_BYTES - 128  # of them one more, at which all blocks meet behind a norm: in a line of its own
 _MOST_STAGES = 16
 _MOST_BUFFERS = 4
 
@@ -35,13 +36,20 @@ ARGUMENTS = (
     ("split_tiles", "u32"),
     ("workers", "u32"),  # clusters that share the split tiles: the first ones
     ("add", "u32"),  # add to the result instead of writing it (float32, not gated)
+    # With a norm: its rows, float32 [m, cols] and its weight, float32 [cols]; it makes the operands that `x_map` is of,
+    # f16 [m, cols] at `half`, `token_scale` and `token_norm`.
+    ("hidden", "u64"),
+    ("norm_weight", "u64"),
+    ("half", "u64"),
+    ("cols", "u32"),
+    ("eps", "f32"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class WgmmaGemm:
     """The kind of the weights, T tokens a tile (a multiple of 8), the epilogue, the blocks of a cluster (1 or 2), and
-    the consumer groups of a block (1 to 3), each with its slab.
+    the consumer groups of a block (1 to 3), each with its slab. norm: most columns of an RMS norm in front; 0: none.
     """
 
     kind: str
@@ -49,6 +57,7 @@ class WgmmaGemm:
     epilogue: Epilogue = PLAIN
     cluster: int = 1
     groups: int = 2
+    norm: int = 0
 
     @property
     def resident(self) -> int:

@@ -13,6 +13,8 @@ one range for each of the first `workers` clusters; the remaining tiles go to al
 begins inside a tile writes its sums to the workspace; the one that has the tile's first group adds them up, in order,
 so that results repeat bit by bit. Flags in the workspace are back at zero at the end.
 
+With a norm in front (gemm_norm.py), the consumers first make the operands, and all blocks meet before a tile is begun.
+
 Registers: the accumulators take T/2, two sets of 16 fragments alternate. See `gemm_emit.keep` for the hazard that
 decides the shape of the main loop, and docs/kernels/gemm.md for the picture.
 """
@@ -22,12 +24,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from frink_numba.kernels.gemm_variant import ARGUMENTS, FLAG_BYTES, WgmmaGemm
+from frink_numba.kernels.gemm_variant import ARGUMENTS, FLAG_BYTES, MEETING_AT, WgmmaGemm
 
 
 @functools.cache
-def build(gemm: WgmmaGemm) -> Any:
-    """The kernel as a Python function for numba, and its signature."""
+def build(gemm: WgmmaGemm, norm_ops: Any = None) -> Any:
+    """The kernel as a Python function for numba, and its signature. `norm_ops`: gemm_norm.NormOps, where it norms."""
     from numba import cuda, types
 
     from frink_numba.kernels.gemm_emit import (
@@ -48,6 +50,7 @@ def build(gemm: WgmmaGemm) -> Any:
     )
     from frink_numba.kernels.gemm_stage import load_weights_step, release_stage
     from frink_numba.kernels.gemm_store import partial_ops, store_tile
+    from frink_numba.kernels.grid_meeting import arrive, fence_proxy_async_global, leave
     from frink_numba.kernels.instructions import (
         bulk_wait_read,
         cluster_rank,
@@ -69,6 +72,7 @@ def build(gemm: WgmmaGemm) -> Any:
         wait_for_predecessors,
     )
     from frink_numba.kernels.ptx import numba_type, shared_address
+    from frink_numba.kernels.row_operations import quotient, reciprocal, root, row_scales, store_float
 
     kind = gemm.row
     TOKENS, STAGES, SLOT, GROUPS = gemm.tokens, gemm.stages, gemm.slot, gemm.groups
@@ -87,6 +91,8 @@ def build(gemm: WgmmaGemm) -> Any:
     SCALES = gemm.epilogue.scale_size(TOKENS)
     BARRIERS_AT = SCALES_AT + GROUPS * SCALES
     OWN = -(-TOKENS // 128)
+    NORM = norm_ops is not None
+    load_row, measure_row, put_row, AHEAD, ROW_SCRATCH = norm_ops or (None, None, None, False, 0)
 
     header, load_codes, (convert, *_) = fragment_ops(gemm.kind)
     multiply_first, (rest0, rest1, rest2, rest3) = first_block(TOKENS), other_blocks(gemm.kind, TOKENS, CLUSTER)
@@ -104,7 +110,7 @@ def build(gemm: WgmmaGemm) -> Any:
 
     def gemm_wgmma(
         x_map, out_map, weights, row_scale, token_scale, bias, token_norm, out_scale, workspace, c2, c1, c0, m,
-        token_tiles, slabs, steps, swath, split_tiles, workers, add,
+        token_tiles, slabs, steps, swath, split_tiles, workers, add, hidden, norm_weight, half, cols, eps,
     ):  # fmt: skip
         shared = cuda.shared.array(0, types.uint8, alignment=1024)
         base = shared_address(shared)
@@ -133,8 +139,15 @@ def build(gemm: WgmmaGemm) -> Any:
         else:
             cuda.syncthreads()
 
+        # The kernel after this one gets room only when every block of this one has got there, so that blocks may wait
+        # for each other: the grid fits the device at once, and what runs before ends by itself.
         launch_dependents()
 
+        # Where all blocks meet behind a norm: each group arrives there, and each group and each producer leaves; the
+        # last to leave finds the count at its end, which wraps to zero.
+        meeting = workspace + u64(MEETING_AT)
+        arrivals = u32(u32(cuda.gridDim.x) * u32(GROUPS))
+        wraps_at = u32(u32(cuda.gridDim.x) * u32(2 * GROUPS + 1) - u32(1))
         split = u32(split_tiles * groups)
         if group == 0:
             fewer_registers()
@@ -159,6 +172,10 @@ def build(gemm: WgmmaGemm) -> Any:
                         full + u32(i) * u32(8),
                     )  # fmt: skip
                 wait_for_predecessors()
+                if NORM:
+                    while load_acquire(meeting) < arrivals:
+                        pass
+                    fence_proxy_async_global()
                 while first < last or whole < tiles:
                     tile, g0, g1, first, whole = next_segment(first, last, whole, groups, blocks)
                     token_tile, slab_set = locate(tile, swath, sets, token_tiles)
@@ -181,6 +198,8 @@ def build(gemm: WgmmaGemm) -> Any:
                         else:
                             tma_load_2d(x_slot, x_map, barrier, u32(k) << u32(6), token)
                         stage, phase = advance(stage, phase)
+                if NORM:
+                    leave(meeting, wraps_at)
         else:
             more_registers()
             wait_for_predecessors()
@@ -198,6 +217,40 @@ def build(gemm: WgmmaGemm) -> Any:
             staging = base + u32(STAGING_AT) + side * u32(BUFFERS)
             scales = base + u32(SCALES_AT) + side * u32(SCALES)
             never = u32(steps == 0)
+            if NORM:
+                weight = norm_weight
+                if AHEAD:
+                    weight = load_row(norm_weight, local, cols)
+                pitch = u64(cols) * u64(4)
+                turn = u32(u32(cuda.blockIdx.x) * u32(GROUPS) + side)
+                values = load_row(hidden + u64(turn) * pitch, local, u32(cols if turn < m else u32(0)))
+                place = u32(0)
+                while turn < m:
+                    after = u32(turn + arrivals)
+                    source = hidden + u64(after) * pitch
+                    there = u32(cols if after < m else u32(0))
+                    if AHEAD:
+                        coming = load_row(source, local, there)
+                    # A warp may still read one place while others write the other; by the next barrier all have left.
+                    sums = measure_row(values, weight, local, cols, side + u32(1), staging + place)
+                    place = place ^ u32(ROW_SCRATCH)
+                    inverse = reciprocal(root(quotient(sums[0], f32(cols)) + eps))
+                    factors = row_scales(sums[2] * inverse)
+                    if local == 0:
+                        store_float(token_scale + u64(turn) * u64(4), factors[0])
+                        # A little more than the norm: gemm_epilogue's bound must hold for the rounded operands too.
+                        store_float(token_norm + u64(turn) * u64(4), root(sums[1]) * inverse * f32(1.002))
+                    put_row(half + u64(turn) * (pitch >> u64(1)), values, weight, inverse * factors[1], local, cols)
+                    values = coming if AHEAD else load_row(source, local, there)
+                    turn = after
+                # The copy engines of all blocks read these rows: their writers and their readers order both.
+                fence_proxy_async_global()
+                named_barrier(side + u32(1), u32(128))
+                if local == 0:
+                    arrive(meeting, wraps_at)
+                    while load_acquire(meeting) < arrivals:
+                        pass
+                named_barrier(side + u32(1), u32(128))
             # A warp's first lanes release a stage in each block of the cluster.
             freed = u32(empty)
             if CLUSTER > 1:
@@ -343,6 +396,8 @@ def build(gemm: WgmmaGemm) -> Any:
                         )  # fmt: skip
             if local == 0:
                 bulk_wait_read()
+                if NORM:
+                    leave(meeting, wraps_at)
         if CLUSTER > 1:
             # The other block may still write here and arrive at these barriers.
             cluster_sync()

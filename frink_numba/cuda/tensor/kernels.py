@@ -5,7 +5,6 @@ Making a `TensorKernels` imports no compiler; all addresses are integers in the 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from frink_numba.kernels import (
@@ -23,6 +22,7 @@ from frink_numba.kernels.decode_attention import DecodeAttentions
 from frink_numba.kernels.fused_attention import Attentions
 from frink_numba.kernels.gemm import Gemms, HalfRows
 from frink_numba.kernels.launch import KernelShelf, Launch, LoadedKernel
+from frink_numba.kernels.row_threads import row_threads
 from frink_numba.kernels.sample import Samplers
 from frink_numba.kernels.thin_gemm import ThinGemms
 
@@ -100,9 +100,3 @@ class TensorKernels:
 
     def _kernel(self, source: Source, arguments: Any) -> LoadedKernel:
         return self._shelf.kernel(source, arguments, overlap=self._overlap)
-
-
-@functools.cache
-def row_threads(cols: int) -> int:
-    """Threads of a block that works on a row of `cols` float32, a multiple of 4: few turns, and no idle warps."""
-    return 64 if cols <= 512 else 128 if cols <= 2048 else 256 if cols <= 8192 else 512
