@@ -92,7 +92,8 @@ def build(gemm: WgmmaGemm, norm_ops: Any = None) -> Any:
     BARRIERS_AT = SCALES_AT + GROUPS * SCALES
     OWN = -(-TOKENS // 128)
     NORM = norm_ops is not None
-    load_row, measure_row, put_row, AHEAD, ROW_SCRATCH = norm_ops or (None, None, None, False, 0)
+    no_op: Any = None
+    load_row, measure_row, put_row, AHEAD, ROW_SCRATCH = norm_ops or (no_op, no_op, no_op, False, 0)
 
     header, load_codes, (convert, *_) = fragment_ops(gemm.kind)
     multiply_first, (rest0, rest1, rest2, rest3) = first_block(TOKENS), other_blocks(gemm.kind, TOKENS, CLUSTER)

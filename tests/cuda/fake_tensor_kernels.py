@@ -219,6 +219,10 @@ def gemm_wgmma(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) ->
     assert (m, x_pitch) == (out_m, 2 * cols)
     assert m == a.m <= a.token_tiles * variant.tokens
     assert (a.steps, a.slabs) == (-(-cols // STEP), -(-outputs * (2 if variant.epilogue.gate else 1) // SLAB))
+    if variant.norm:
+        assert (a.half, a.cols) == (x, cols)
+        assert cols <= variant.norm
+        _operands(memory, _normed(memory, a.hidden, a.norm_weight, m, cols, a.eps), a.half, a.token_scale, a.token_norm)
     norm = memory(a.token_norm, (m,), F32) if variant.epilogue.half else None
     _product(memory, variant, a, _half_operand(memory, x, a.token_scale, m, cols), norm, (out, outputs, pitch), cols)
     if a.split_tiles:

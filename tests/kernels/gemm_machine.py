@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,10 @@ from frink_numba.kernels import gemm_variant
 from frink_numba.kernels.gemm import DeviceWeights, Gemms, HalfRows, source_of
 from frink_numba.kernels.gemm_pack import PackedMatrix
 from frink_numba.kernels.gemm_plan import Plan
+from frink_numba.kernels.thin_gemm import NormRows
 from tests.kernels.attention_machine import MachineDevice, linked_ptx
 from tests.kernels.ptx_machine import Program
+from tests.kernels.row_machine import MachineRows
 from tests.kernels.thin_machine import ThinMachine
 
 # What stands in for a tensor map: address, rows, columns, pitch, rows and columns of a box, item, swizzle.
@@ -32,8 +34,8 @@ class GemmMachine(ThinMachine):
         super()._restart(block)
         self.stores: dict[int, list[list[Callable[[], None]]]] = {}  # of a thread: committed groups, the open one last
 
-    def run(self, block: int) -> None:
-        super().run(block)
+    def turns(self, block: int) -> Iterator[None]:
+        yield from super().turns(block)
         for groups in self.stores.values():
             for store in (store for group in groups for store in group):
                 store()
@@ -156,6 +158,18 @@ class GemmMachine(ThinMachine):
         count = self.operand(parts[1])
         return lambda active: self._named([parts[0], str(int(count(active)[0]))], True)(active)
 
+    def _do_red_release_gpu_global_inc(self, opcode: str, parts: list[str]) -> Callable[[Any], None]:
+        address, most = self.address(parts[0]), self.operand(parts[1])
+
+        def add(active: Any) -> None:
+            for where, last in zip(address(active), most(active), strict=True):
+                data, place = self.view("global", np.asarray([where]), np.uint32)
+                data[place[0]] = 0 if data[place[0]] >= last else data[place[0]] + 1
+
+        return add
+
+    _do_red_relaxed_gpu_global_inc = _do_red_release_gpu_global_inc
+
     def _do_stmatrix(self, opcode: str, parts: list[str]) -> Callable[[Any], None]:
         sources = [self.operand(p.strip()) for p in parts[1].strip("{}").split(",")]
         address, lane = self.address(parts[0]), np.arange(32)
@@ -203,12 +217,22 @@ class _MachineKernel:
         kinds = [kind for _, kind in gemm_variant.ARGUMENTS]
 
         def launch(_: int) -> None:
-            machine = GemmMachine(
+            shape = (
                 self._program, self._device.memory, self._variant.threads, blocks, values, kinds, self._variant.shared
-            )
-            # The last first: a block waits for the parts of tiles that later blocks have.
-            for block in reversed(range(blocks)):
-                machine.run(block)
+            )  # fmt: skip
+            if not self._variant.norm:
+                # The last first: a block waits for the parts of tiles that later blocks have.
+                machine = GemmMachine(*shape)
+                for block in reversed(range(blocks)):
+                    machine.run(block)
+                return
+            # All wait for each other: by turns, in an order that chance decides.
+            random = np.random.default_rng(blocks)
+            running = [GemmMachine(*shape).turns(block) for block in range(blocks)]
+            while running:
+                turn = running[int(random.integers(len(running)))]
+                if next(turn, turn) is turn:
+                    running.remove(turn)
 
         return launch
 
@@ -224,15 +248,24 @@ def run_on_machine(
     add_to: np.ndarray | None = None,
     multiprocessors: int = 3,
     change: Callable[[str], str] = lambda text: text,
+    norm: tuple[np.ndarray, float] | None = None,
+    launches: int = 1,
 ) -> np.ndarray:
-    """float32 [m, outputs] of a product with this cut; f16 operands are x rounded, with a scale of 1."""
+    """float32 [m, outputs] of a product with this cut; f16 operands are x rounded, with a scale of 1.
+
+    norm: weight and eps of an RMS norm of x that the launch does itself, whose operands are checked to the bit.
+    """
     device = MachineDevice(32 << 20)
     m = x.shape[0]
-    operand = x.astype(np.float16)
     filled = -(-m // 256) * 256
-    norms = np.zeros(filled, np.float32)
-    norms[:m] = np.linalg.norm(operand.astype(np.float32), axis=1)
-    rows = HalfRows(device.place(operand), device.place(np.ones(filled, np.float32)), device.place(norms))
+    operand, norms, scale = (np.full(n, np.nan, d) for n, d in ((x.shape, "f2"), (filled, "f4"), (filled, "f4")))
+    source = None
+    if norm is not None:
+        source = NormRows(device.place(x), device.place(norm[0]), norm[1])
+    else:
+        operand[:], scale[:] = x, 1
+        norms[:m] = np.linalg.norm(operand.astype(np.float32), axis=1)
+    rows = HalfRows(device.place(operand), device.place(scale), device.place(norms))
     bias_at = 0
     if bias is not None:
         padded = np.zeros(packed.slabs * 64, np.float32)
@@ -242,7 +275,7 @@ def run_on_machine(
         packed, device.place(packed.data), device.place(packed.row_scale), bias_at, 0.0 if bias is None else 9.0
     )
     gemms = MachineGemms(device, multiprocessors, change)
-    product = gemms.product(weights, m, gate=gate, half=half, plan=plan)
+    product: Any = gemms.product(weights, m, gate=gate, half=half, norm=norm is not None, plan=plan)
     width = -(-packed.outputs // 8) * 8 + 8
     start = np.full((m, width), np.nan, np.float16 if half else np.float32)
     if add_to is not None:
@@ -253,9 +286,21 @@ def run_on_machine(
     made = product.maps(rows, out, start.strides[0])
     launch = product.bind(
         weights, rows, out, start.strides[0], maps=device.place(np.frombuffer(made, np.uint8)), workspace=workspace_at,
-        add=add_to is not None, out_scale=out_scale if half else 0,
+        add=add_to is not None, out_scale=out_scale if half else 0, norm=source,
     )  # fmt: skip
-    launch(0)
+    for _ in range(launches):
+        launch(0)
+    if source is not None:
+        _check_operands(device, rows, source, *x.shape)
     assert not device.read(workspace_at)[: gemm_variant.FLAG_BYTES].any(), "flags are not back at zero"
     result = device.read(out)[:, : packed.outputs].astype(np.float32)
     return result * device.read(out_scale)[:m, None] if half else result
+
+
+def _check_operands(device: MachineDevice, rows: HalfRows, source: NormRows, m: int, cols: int) -> None:
+    """What a launch made of its rows is what the norm's own kernel makes of them, to the bit."""
+    own = HalfRows(*(device.place(np.full(n, np.nan, kind)) for n, kind in ((m * cols, "f2"), (m, "f4"), (m, "f4"))))
+    MachineRows(device).norm_half(m, cols, source.hidden, source.weight, source.eps, own)(0)
+    for got, wanted, count in ((rows.half, own.half, m * cols), (rows.scale, own.scale, m), (rows.norm, own.norm, m)):
+        given, right = device.read(got).reshape(-1)[:count], device.read(wanted)
+        assert np.array_equal(given.view(f"u{given.itemsize}"), right.view(f"u{given.itemsize}"))

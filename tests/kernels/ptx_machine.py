@@ -11,7 +11,7 @@ It knows the instructions of the attention kernels and no others. Numbers agree 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -181,6 +181,11 @@ class Machine(TensorInstructions, SharedInstructions):
     # ---- running -------------------------------------------------------------------------------------------------
 
     def run(self, block: int) -> None:
+        for _ in self.turns(block):
+            pass
+
+    def turns(self, block: int) -> Iterator[None]:
+        """Runs a block a few instructions at a time: for blocks that wait for each other, each on a machine."""
         self._restart(block)
         while self.alive.any():
             ready = self.alive & ~self.blocked
@@ -199,6 +204,7 @@ class Machine(TensorInstructions, SharedInstructions):
             chosen = int(self.random.choice(behind[behind < np.iinfo(np.int64).max]))
             warps = behind == chosen
             self._slice(warps, chosen)
+            yield
 
     def _waiting(self) -> np.ndarray:
         """Threads that are held by an mbarrier: they look again."""

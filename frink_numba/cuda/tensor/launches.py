@@ -1,11 +1,12 @@
 """The launches of a layer, and the places in a run's scratch that they work on: what all programs are made from.
 
-Eight launches a layer, nine with matrices of mixed kinds:
+Six launches a layer, seven with matrices of mixed kinds:
 
-    norm -> qkv product -> QK norm, rotation, mirror -> attention -> o product, added to hidden
-    norm -> gate and up product with the activation  ->  down product, added to hidden
+    norm and qkv product -> QK norm, rotation, mirror -> attention -> o product, added to hidden
+    norm, gate and up product with the activation  ->  down product, added to hidden
 
-Up to THIN_ROWS rows, five: the products norm their operands themselves, and attention does what comes before it.
+On the `mma` tier, and where rows are very wide, the norms are launches of their own. Up to THIN_ROWS rows, five:
+attention does what comes before it as well.
 
 Nothing that changes from step to step is an argument of a launch: positions and the mirrors' lengths are read from
 device memory, where the step's image lies.
@@ -27,12 +28,20 @@ from frink_numba.errors import DeviceError
 from frink_numba.kernels import decode_attention
 from frink_numba.kernels.decode_attention import DecodeShape
 from frink_numba.kernels.fused_attention import HeadShape, RopeForm
-from frink_numba.kernels.gemm import DeviceWeights, HalfRows
+from frink_numba.kernels.gemm import DeviceWeights, HalfRows, why_no_norm
 from frink_numba.kernels.gemm_variant import FLAG_BYTES
 from frink_numba.kernels.thin_gemm import MOST_NORM_COLUMNS, NormRows
 from frink_numba.layer import RopeLayout
 
 Launch = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RowsToNorm:
+    """Rows that the next product norms on its way: into `operand`, which those after it take."""
+
+    source: NormRows
+    operand: HalfRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +169,7 @@ class Launches:
         width = shape.query_width + 2 * shape.kv_width
         for weights, column in layer.qkv:
             self._add("qkv", self._product(weights, x, at["qkv"] + 4 * column, 4 * width, stage="qkv"))
+            x = _once_normed(x)
         if self._decodes(layer):
             self._add("attention", self._decode_attention(layer, self._attended(layer.scales[2]), record, rows))
         else:
@@ -187,14 +197,17 @@ class Launches:
         else:
             for weights, name in zip(layer.gate_up, ("gate", "up"), strict=True):
                 self._add(name, self._product(weights, x, at[name], 4 * shape.ffn, stage="gate_up", m=m))
+                x = _once_normed(x)
             self._add("activation", self._kernels.gated_half(gate, m, shape.ffn, at["gate"], at["up"], inner))
         self._into_hidden("down", layer.down, inner, hidden, vectors.get("post_ffn_norm"), shape, eps, m)
 
     def _add(self, name: str, launch: Launch) -> None:
         self._made.append(Op(name, self._number, launch))
 
-    def _normed(self, op: str, hidden: int, width: int, weight: int | None, eps: float, m: int) -> HalfRows | NormRows:
-        """`m` hidden rows, normed where there is a weight, as an operand: thin products norm them on the way in."""
+    def _normed(
+        self, op: str, hidden: int, width: int, weight: int | None, eps: float, m: int
+    ) -> HalfRows | NormRows | RowsToNorm:
+        """`m` hidden rows, normed where there is a weight, as an operand: most products norm them on the way in."""
         if weight is None:
             plain = self._operand("normed")
             self._add(op, self._kernels.gemms.half_rows(hidden, m, width, plain))
@@ -202,8 +215,14 @@ class Launches:
         if m <= self._few and width <= MOST_NORM_COLUMNS:
             return NormRows(hidden, weight, eps)
         normed = self._operand("normed")
+        if self._norms_inside(width):
+            return RowsToNorm(NormRows(hidden, weight, eps), normed)
         self._add(op, self._kernels.norm_half(m, width, hidden, weight, eps, normed))
         return normed
+
+    def _norms_inside(self, width: int) -> bool:
+        """Whether products of many rows norm them in their own launch."""
+        return why_no_norm(self._kernels.gemms.tier, width) is None
 
     def _rotation(self, layer: TensorLayer) -> tuple[int, int]:
         """Cosines and sines; zeros for a layer that is not rotated."""
@@ -325,7 +344,7 @@ class Launches:
     def _product(
         self,
         weights: DeviceWeights,
-        x: HalfRows | NormRows,
+        x: HalfRows | NormRows | RowsToNorm,
         out: int,
         pitch: int,
         *,
@@ -345,10 +364,13 @@ class Launches:
             bound = thin.bind(weights, x, out, pitch, add=add, out_scale=out_scale)
             return bound
         room = FLAG_BYTES + self._sums.get(stage, 0)
-        product = kernels.gemms.product(weights, m, gate=gate, half=half, room=room)
+        how: dict[str, Any] = {"add": add, "out_scale": out_scale}
+        if isinstance(x, RowsToNorm):
+            how["norm"], x = x.source, x.operand
+        product = kernels.gemms.product(weights, m, gate=gate, half=half, norm="norm" in how, room=room)
         maps = self._map_address(product.maps(x, out, pitch))
         workspace = self._room(stage, min(FLAG_BYTES, product.workspace), product.workspace)
-        bound = product.bind(weights, x, out, pitch, maps=maps, workspace=workspace, add=add, out_scale=out_scale)
+        bound = product.bind(weights, x, out, pitch, maps=maps, workspace=workspace, **how)
         return bound
 
     def _room(self, stage: str, counters: int, nbytes: int) -> int:
@@ -361,6 +383,11 @@ class Launches:
         if counters > COUNTERS or nbytes - counters > self._sums.get(stage, 0):
             raise DeviceError(f"a launch wants a workspace of {nbytes} bytes, {counters} of them for counters")
         return self._at["counters"] + COUNTERS - counters
+
+
+def _once_normed(x: HalfRows | NormRows | RowsToNorm) -> HalfRows | NormRows:
+    """What the products behind the first one take."""
+    return x.operand if isinstance(x, RowsToNorm) else x
 
 
 def _decodes(layer: TensorLayer) -> bool:
