@@ -1,0 +1,153 @@
+"""Products that norm their rows themselves, on a GPU: to the bit what the norm's own launch and a product give."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from frink_numba.cuda.tensor.kernels import TensorKernels
+from frink_numba.kernels.gemm import DeviceWeights, HalfRows
+from frink_numba.kernels.gemm_pack import PackedMatrix, pack
+from frink_numba.kernels.gemm_variant import FLAG_BYTES
+from frink_numba.kernels.thin_gemm import NormRows
+from tests.kernels.gemm_device import address, dequantized, filled, relative_error
+from tests.kernels.packed_weights import random_matrix
+from tests.kernels.test_gemm_norm_machine import EPS, drawn, normed
+
+pytestmark = pytest.mark.gpu
+
+LIMIT = 8e-4  # f16 operands, and an f16 result
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["", "invariant"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[TensorKernels]:
+    from numba import cuda
+
+    device = cuda.get_current_device()
+    if tuple(device.compute_capability) != (9, 0):
+        pytest.skip("products of the wgmma tier alone norm their rows")
+    made = TensorKernels("wgmma", (9, 0), device.MULTIPROCESSOR_COUNT, invariant=request.param)
+    yield made
+    made.gemms.close()
+
+
+def both_ways(
+    kernels: TensorKernels,
+    packed: PackedMatrix,
+    x: np.ndarray,
+    weight: np.ndarray,
+    *,
+    gate: str = "",
+    launches: int = 1,
+    tile: dict[str, Any] | None = None,
+) -> list[list[np.ndarray]]:
+    """[result, its powers of two, operands, their scales and norms] of a norm and a product, then of both in one.
+
+    Each into poisoned memory, the second so often in a row; the workspace's flags are back at zero each time.
+    """
+    from numba import cuda
+
+    m, k = x.shape
+    half = bool(gate)
+    data, row_scale, source, norm = (cuda.to_device(a) for a in (packed.data, packed.row_scale, x, weight))
+    weights = DeviceWeights.of(packed, address(data), address(row_scale))
+    rows_to_norm = NormRows(address(source), address(norm), EPS)
+    answers = []
+    for inside in (False, True):
+        product: Any = kernels.gemms.product(weights, m, gate=gate, half=half, norm=inside, **(tile or {}))
+        width = -(-packed.outputs // 8) * 8
+        out, out_scale = _poison((m, width), np.float16 if half else np.float32), _poison(filled(m), np.float32)
+        operand, scale, bound = _poison((m, k), np.float16), *(_poison(filled(m), np.float32) for _ in range(2))
+        rows = HalfRows(address(operand), address(scale), address(bound))
+        pitch = width * out.dtype.itemsize
+        workspace = cuda.to_device(np.zeros(product.workspace, np.uint8))
+        maps = cuda.to_device(np.frombuffer(product.maps(rows, address(out), pitch), np.uint8))
+        places = {"maps": address(maps), "workspace": address(workspace), "out_scale": address(out_scale) * half}
+        bound_rows = rows_to_norm if inside else None
+        launch = product.bind(weights, rows, address(out), pitch, norm=bound_rows, **places)
+        if not inside:
+            kernels.norm_half(m, k, rows_to_norm.hidden, rows_to_norm.weight, EPS, rows)(0)
+        for _ in range(launches if inside else 1):
+            launch(0)
+        cuda.synchronize()
+        assert not workspace.copy_to_host()[:FLAG_BYTES].any(), "the workspace's flags are not back at zero"
+        powers = out_scale.copy_to_host()[:m] if half else np.ones(m, np.float32)
+        made = (out.copy_to_host()[:, : packed.outputs], powers, operand.copy_to_host())
+        answers.append([*made, scale.copy_to_host()[:m], bound.copy_to_host()[:m]])
+    return answers
+
+
+def _poison(shape: Any, kind: Any) -> Any:
+    from numba import cuda
+
+    return cuda.to_device(np.full(shape, np.nan, kind))
+
+
+def check(kernels: TensorKernels, kind: str, m: int, n: int, k: int, **how: Any) -> None:
+    rng = np.random.default_rng(zlib.crc32(f"{kind} {m} {n} {k}".encode()))
+    x, weight = drawn(m, k, rng)
+    gated = bool(how.get("gate"))
+    matrices = [random_matrix(kind, n, k, rng) for _ in range(1 + gated)]
+    apart, inside = both_ways(kernels, pack(matrices, gated=gated), x, weight, **how)
+    names = ("result", "powers", "operands", "scales", "norms")
+    for name, one, other in zip(names, apart, inside, strict=True):
+        bits = (a.view(f"u{a.itemsize}") for a in (one, other))
+        assert np.array_equal(*bits), f"{name} differ, first at {np.argwhere(one != other)[:3].tolist()}"
+    got = inside[0].astype(np.float64) * inside[1][:, None]
+    reference, *up = (normed(x, weight) @ dequantized([matrix]).T for matrix in matrices)
+    if up:
+        with np.errstate(over="ignore"):
+            reference = reference / (1 + np.exp(-reference)) * up[0]
+    assert relative_error(got, reference) < LIMIT
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(17, 960, 576), (65, 960, 576), (300, 200, 32), (129, 640, 2048), (515, 5120, 3072), (257, 448, 5120),
+     (1030, 1600, 768), (2048, 5120, 3072), (24, 300, 8192), (600, 2000, 8192), (1, 128, 512), (40, 256, 7168)],
+)  # fmt: skip
+def test_shapes_as_planned(kernels: TensorKernels, m: int, n: int, k: int) -> None:
+    """Issue 6: few rows and many, on all widths that a group shares in another way; whole tiles and split ones."""
+    check(kernels, "Q8_0", m, n, k)
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "tokens", "cluster"),
+    [("Q4_K", 1, 32, 1), ("Q4_K", 2, 16, 1), ("Q4_K", 2, 128, 1), ("Q6_K", 2, 256, 1), ("Q4_K", 2, 256, 2),
+     ("Q6_K", 3, 128, 1), ("F16", 2, 256, 2), ("Q4_1", 1, 128, 1)],
+)  # fmt: skip
+def test_tiles(kernels: TensorKernels, kind: str, groups: int, tokens: int, cluster: int) -> None:
+    """Each form of a block, with more rows than groups and with fewer tiles than multiprocessors."""
+    tile = {"groups": groups, "tokens": tokens, "cluster": cluster}
+    check(kernels, kind, 2 * tokens + 3, 64 * 5, 768, tile=tile)
+    check(kernels, kind, 900, 64 * 7, 3072, tile=tile)
+
+
+@pytest.mark.parametrize(("m", "k"), [(40, 576), (700, 3072)])
+def test_gate_and_up(kernels: TensorKernels, m: int, k: int) -> None:
+    check(kernels, "Q4_0", m, 1536, k, gate="swiglu")
+
+
+def test_many_launches_in_a_row(kernels: TensorKernels) -> None:
+    """One behind the other, each begun before the one before has ended: all meet, and leave the same."""
+    check(kernels, "Q4_K", 200, 1024, 1024, launches=200)
+    check(kernels, "Q4_0", 512, 3072, 576, gate="swiglu", launches=200)
+
+
+def test_zeros_and_what_is_no_number(kernels: TensorKernels) -> None:
+    """They stay in their rows, as behind the norm's own launch."""
+    rng = np.random.default_rng(2)
+    x, weight = drawn(80, 576, rng)
+    x[3], x[7, 5], x[11, 9] = 0, np.nan, np.inf
+    matrix = random_matrix("Q8_0", 200, 576, rng)
+    apart, inside = both_ways(kernels, pack([matrix]), x, weight)
+    for one, other in zip(apart, inside, strict=True):
+        assert np.array_equal(np.isfinite(one), np.isfinite(other))
+        assert np.array_equal(one[np.isfinite(one)], other[np.isfinite(other)])
+    assert not inside[0][3].any()
+    assert np.isfinite(np.delete(inside[0], [7, 11], axis=0)).all()
+    assert not np.isfinite(inside[0][[7, 11]]).any()
