@@ -20,7 +20,15 @@ from frink_numba.kernels.gemm_plan import TILES
 from frink_numba.kernels.gemm_variant import SHARED_LIMIT, WgmmaGemm
 from tests.kernels.sass import disassemble, disassembler, operands_overwritten_in_flight
 
-WGMMA = [
+WGNORMS = [
+    WgmmaGemm("Q4_K", 256, Epilogue(), 2, 2, 3072),  # rows ahead and weights beside a row
+    WgmmaGemm("Q6_K", 128, Epilogue("swiglu", half=True), 1, 3, 4096),  # as many of them as there may be
+    WgmmaGemm("Q6_K", 128, Epilogue(), 1, 3, 8192),  # the widest row of the fewest registers for many tokens
+    WgmmaGemm("Q6_K", 32, Epilogue("swiglu", half=True), 1, 1, 8192),
+    WgmmaGemm("Q4_0", 16, Epilogue("swiglu", half=True), 1, 2, 5120),  # and of the fewest for few tokens
+    WgmmaGemm("half", 256, Epilogue("swiglu", half=True), 2, 2, 512),
+]
+MMA = [
     WgmmaGemm("Q4_K", 256, Epilogue(), cluster=2),  # the widest tile of the main kind
     WgmmaGemm("half", 256, Epilogue(half=True), cluster=2),  # operands in shared memory
     WgmmaGemm("Q6_K", 128, Epilogue("swiglu", half=True), groups=3),  # the most registers for their number
@@ -51,7 +59,12 @@ def test_wgmma_kernels(variant: WgmmaGemm) -> None:
     _sound(_wgmma(variant))
 
 
-@pytest.mark.parametrize("variant", WGMMA, ids=lambda v: f"{v.kind}-{v.tokens}")
+@pytest.mark.parametrize("variant", NORMS, ids=lambda v: f"{v.kind}-{v.tokens}-{v.norm}")
+def test_wgmma_kernels_that_norm(variant: WgmmaGemm) -> None:
+    _sound(_wgmma(variant))
+
+
+@pytest.mark.parametrize("variant", [*WGMMA, NORMS[0]], ids=lambda v: f"{v.kind}-{v.tokens}-{v.norm}")
 def test_no_operand_is_overwritten_in_flight(variant: WgmmaGemm, tmp_path: Path) -> None:
     """The hazard that ptxas does not speak of: see gemm_emit.keep."""
     tool = disassembler()
