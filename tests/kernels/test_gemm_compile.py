@@ -20,19 +20,19 @@ from frink_numba.kernels.gemm_plan import TILES
 from frink_numba.kernels.gemm_variant import SHARED_LIMIT, WgmmaGemm
 from tests.kernels.sass import disassemble, disassembler, operands_overwritten_in_flight
 
-WGNORMS = [
+WGMMA = [
+    WgmmaGemm("Q4_K", 256, Epilogue(), cluster=2),  # the widest tile of the main kind
+    WgmmaGemm("half", 256, Epilogue(half=True), cluster=2),  # operands in shared memory
+    WgmmaGemm("Q6_K", 128, Epilogue("swiglu", half=True), groups=3),  # the most registers for their number
+    WgmmaGemm("Q4_1", 64, groups=1),  # two blocks a multiprocessor, tails of steps
+]
+NORMS = [
     WgmmaGemm("Q4_K", 256, Epilogue(), 2, 2, 3072),  # rows ahead and weights beside a row
     WgmmaGemm("Q6_K", 128, Epilogue("swiglu", half=True), 1, 3, 4096),  # as many of them as there may be
     WgmmaGemm("Q6_K", 128, Epilogue(), 1, 3, 8192),  # the widest row of the fewest registers for many tokens
     WgmmaGemm("Q6_K", 32, Epilogue("swiglu", half=True), 1, 1, 8192),
     WgmmaGemm("Q4_0", 16, Epilogue("swiglu", half=True), 1, 2, 5120),  # and of the fewest for few tokens
     WgmmaGemm("half", 256, Epilogue("swiglu", half=True), 2, 2, 512),
-]
-MMA = [
-    WgmmaGemm("Q4_K", 256, Epilogue(), cluster=2),  # the widest tile of the main kind
-    WgmmaGemm("half", 256, Epilogue(half=True), cluster=2),  # operands in shared memory
-    WgmmaGemm("Q6_K", 128, Epilogue("swiglu", half=True), groups=3),  # the most registers for their number
-    WgmmaGemm("Q4_1", 64, groups=1),  # two blocks a multiprocessor, tails of steps
 ]
 MMA = [
     ("Q4_K", 128, Epilogue(), (8, 0)),

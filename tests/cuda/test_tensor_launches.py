@@ -1,0 +1,50 @@
+"""How many launches a layer of a prompt takes, and which (issue 6: seven or fewer)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from frink_numba.cuda.backend import CudaBackend
+from frink_numba.host.kv_cache import KVCache
+from frink_numba.layer import Layer
+from tests.cuda.fake_tensor import tensor_device
+from tests.cuda.quantized_layers import quantized_layer
+from tests.cuda.tensor_stacks import HIDDEN, hidden_rows, step_over, taken
+from tests.random_layers import LayerOptions
+
+ALIKE = ["norm", "qkv", "prepare", "attention", "o", "ffn norm", "gate_up", "down"]
+
+
+def layers_of(kinds: list[str]) -> list[Layer]:
+    rng = np.random.default_rng(3)
+    return [quantized_layer(rng, LayerOptions(hidden=HIDDEN, head_dim=32, ffn=96), kinds) for _ in range(2)]
+
+
+def launches_of(tier: str, layers: list[Layer], rows: int) -> list[list[str]]:
+    """Names of each layer's launches, in a step of so many rows."""
+    device = tensor_device(tier)
+    backend = CudaBackend(layers, device)
+    taken(backend.run(0, len(layers), step_over(layers, KVCache(layers, 256), hidden_rows(rows))))
+    (program,) = device.body._programs.values()  # type: ignore[attr-defined]
+    ops = [op for part in (*program.segments, *program.heads) for op in part.launches]
+    return [[op.name for op in ops if op.layer == number] for number in range(len(layers))]
+
+
+@pytest.mark.parametrize("rows", [40, 200])
+def test_six_launches_a_layer(rows: int) -> None:
+    """The norms are in the products behind them."""
+    fused = [name for name in ALIKE if "norm" not in name]
+    assert launches_of("wgmma", layers_of(["Q8_0"]), rows) == [fused] * 2
+    assert len(fused) == 6
+
+
+def test_seven_with_mixed_kinds() -> None:
+    """v of another kind has a product of its own, of the rows that the one before it normed."""
+    mixed = layers_of(["Q8_0", "Q8_0", "F16", "Q8_0", "Q8_0", "Q8_0", "Q8_0"])
+    for names in launches_of("wgmma", mixed, 40):
+        assert names == ["qkv", "qkv", "prepare", "attention", "o", "gate_up", "down"]
+
+
+def test_norms_of_their_own_on_the_other_tier() -> None:
+    assert launches_of("mma", layers_of(["Q8_0"]), 40) == [ALIKE] * 2
