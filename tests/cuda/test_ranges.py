@@ -11,6 +11,7 @@ import pytest
 from frink_numba.backend import Edges, Step
 from frink_numba.cuda import ranges
 from frink_numba.cuda.backend import CudaBackend
+from frink_numba.cuda.tensor.launches import NORMS_INSIDE
 from frink_numba.host.kv_cache import KVCache
 from tests.cuda.fake_tensor import tensor_device
 from tests.cuda.tensor_stacks import assert_equal, hidden_rows, step_over, taken, unlike_layers
@@ -69,7 +70,7 @@ def test_layers_and_operations_have_ranges(recorder: Recorder) -> None:
     inner = [names for names in recorder.seen if len(names) == 2]
     assert {names[0] for names in inner} == {"layer 0", "layer 1", "layer 2"}
     first = [name for layer, name in inner if layer == "layer 0"]
-    assert first[0] == "qkv"  # which norms its rows itself
+    assert first[0] == ("qkv" if NORMS_INSIDE else "norm")
     assert first[-1].startswith("down")
     for name in ("qkv", "prepare", "attention", "o", "down"):
         assert name in first

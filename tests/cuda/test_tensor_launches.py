@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from frink_numba.cuda.backend import CudaBackend
+from frink_numba.cuda.tensor import launches
 from frink_numba.host.kv_cache import KVCache
 from frink_numba.layer import Layer
 from tests.cuda.fake_tensor import tensor_device
 from tests.cuda.quantized_layers import quantized_layer
-from tests.cuda.tensor_stacks import HIDDEN, hidden_rows, step_over, taken
+from tests.cuda.tensor_stacks import HIDDEN, assert_equal, hidden_rows, step_over, taken, unlike_layers
 from tests.random_layers import LayerOptions
 
 ALIKE = ["norm", "qkv", "prepare", "attention", "o", "ffn norm", "gate_up", "down"]
@@ -31,6 +32,12 @@ def launches_of(tier: str, layers: list[Layer], rows: int) -> list[list[str]]:
     return [[op.name for op in ops if op.layer == number] for number in range(len(layers))]
 
 
+@pytest.fixture
+def norms_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "NORMS_INSIDE", True)
+
+
+@pytest.mark.usefixtures("norms_inside")
 @pytest.mark.parametrize("rows", [40, 200])
 def test_six_launches_a_layer(rows: int) -> None:
     """The norms are in the products behind them."""
@@ -39,6 +46,7 @@ def test_six_launches_a_layer(rows: int) -> None:
     assert len(fused) == 6
 
 
+@pytest.mark.usefixtures("norms_inside")
 def test_seven_with_mixed_kinds() -> None:
     """v of another kind has a product of its own, of the rows that the one before it normed."""
     mixed = layers_of(["Q8_0", "Q8_0", "F16", "Q8_0", "Q8_0", "Q8_0", "Q8_0"])
@@ -46,5 +54,19 @@ def test_seven_with_mixed_kinds() -> None:
         assert names == ["qkv", "qkv", "prepare", "attention", "o", "gate_up", "down"]
 
 
+@pytest.mark.usefixtures("norms_inside")
 def test_norms_of_their_own_on_the_other_tier() -> None:
     assert launches_of("mma", layers_of(["Q8_0"]), 40) == [ALIKE] * 2
+
+
+@pytest.mark.usefixtures("norms_inside")
+@pytest.mark.parametrize("rows", [40, 200])
+def test_norms_inside_change_no_bit(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever norms the rows, hidden batch and K/V rows are the same: unlike layers, mixed kinds, all norms."""
+    layers = unlike_layers()
+    answers = []
+    for inside in (True, False):
+        monkeypatch.setattr(launches, "NORMS_INSIDE", inside)
+        backend = CudaBackend(layers, tensor_device("wgmma"))
+        answers.append(taken(backend.run(0, len(layers), step_over(layers, KVCache(layers, 256), hidden_rows(rows)))))
+    assert_equal(*answers)

@@ -1,12 +1,12 @@
 """The launches of a layer, and the places in a run's scratch that they work on: what all programs are made from.
 
-Six launches a layer, seven with matrices of mixed kinds:
+Eight launches a layer, nine with matrices of mixed kinds:
 
-    norm and qkv product -> QK norm, rotation, mirror -> attention -> o product, added to hidden
-    norm, gate and up product with the activation  ->  down product, added to hidden
+    norm -> qkv product -> QK norm, rotation, mirror -> attention -> o product, added to hidden
+    norm -> gate and up product with the activation  ->  down product, added to hidden
 
-On the `mma` tier, and where rows are very wide, the norms are launches of their own. Up to THIN_ROWS rows, five:
-attention does what comes before it as well.
+With NORMS_INSIDE two less on the `wgmma` tier: the products behind norms do them, unless rows are very wide. Up to
+THIN_ROWS rows, five: the products norm their operands themselves, and attention does what comes before it.
 
 Nothing that changes from step to step is an argument of a launch: positions and the mirrors' lengths are read from
 device memory, where the step's image lies.
@@ -34,6 +34,8 @@ from frink_numba.kernels.thin_gemm import MOST_NORM_COLUMNS, NormRows
 from frink_numba.layer import RopeLayout
 
 Launch = Callable[[int], None]
+
+NORMS_INSIDE = False  # not before products that norm many rows were seen to be right and no slower on a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,7 @@ class Launches:
 
     def _norms_inside(self, width: int) -> bool:
         """Whether products of many rows norm them in their own launch."""
-        return why_no_norm(self._kernels.gemms.tier, width) is None
+        return NORMS_INSIDE and why_no_norm(self._kernels.gemms.tier, width) is None
 
     def _rotation(self, layer: TensorLayer) -> tuple[int, int]:
         """Cosines and sines; zeros for a layer that is not rotated."""
