@@ -23,13 +23,13 @@ import functools
 from dataclasses import dataclass
 
 from frink_numba.errors import ShapeError
-from frink_numba.kernels import thin_gemm_kernel
+from frink_numba.kernels import thin_gemm_cluster, thin_gemm_kernel
 from frink_numba.kernels.cubins import Source
 from frink_numba.kernels.gemm import DeviceWeights, HalfRows
 from frink_numba.kernels.gemm_epilogue import GATES, Epilogue
 from frink_numba.kernels.launch import KernelShelf, Launch, LoadedKernel
 from frink_numba.kernels.thin_gemm_kernel import MOST_NORM_COLUMNS, THREADS, ThinGemm
-from frink_numba.kernels.thin_gemm_plan import MOST_ROWS, ThinDevice, ThinPlan, sums_bytes, thin_plan
+from frink_numba.kernels.thin_gemm_plan import MOST_ROWS, MOST_ROWS_ALONE, ThinDevice, ThinPlan, sums_bytes, thin_plan
 
 _LEAST_ALONE = 1 << 22  # weights: about what a launch that starts early gains against a block that shares its place
 
@@ -47,11 +47,14 @@ class NormRows:
 
 
 class ThinGemms:
-    """The thin products of one device: kernels loaded once each. Thread-safe."""
+    """The thin products of one device: kernels loaded once each. Thread-safe.
 
-    def __init__(self, capability: tuple[int, int], multiprocessors: int) -> None:
+    clusters: several rows of x are spread over clusters of blocks that share K (sm_90; `thin_gemm_cluster.py`).
+    """
+
+    def __init__(self, capability: tuple[int, int], multiprocessors: int, *, clusters: bool = False) -> None:
         self._shelf = KernelShelf(capability)
-        self.device = ThinDevice(capability, multiprocessors)
+        self.device = ThinDevice(capability, multiprocessors, clusters and capability == (9, 0))
 
     def product(
         self,
@@ -80,6 +83,11 @@ class ThinGemms:
                 f"a fused norm takes rows of at most {MOST_NORM_COLUMNS} columns, got {weights.cols}: normalize first"
             )
         plan = thin_plan(weights.kind, m, weights.rows, weights.cols, self.device, row_groups)
+        if plan.tokens > MOST_ROWS_ALONE and plan.cluster == 1:
+            raise ShapeError(
+                f"a thin product of {weights.rows} x {weights.cols} {weights.kind} has at most {MOST_ROWS_ALONE} rows "
+                f"on this device, got {m}"
+            )
         variant = variant_of(plan, weights.kind, weights.cols, Epilogue(gate, half), norm, self._shelf.overlap)
         early = not alone or weights.rows * weights.cols < _LEAST_ALONE
         kernel = self._kernel(variant, variant.shared(m, plan), early)
@@ -87,7 +95,7 @@ class ThinGemms:
 
     def _kernel(self, variant: ThinGemm, shared: int, early: bool) -> LoadedKernel:
         source, arguments = source_of(variant), thin_gemm_kernel.ARGUMENTS
-        return self._shelf.kernel(source, arguments, shared, overlap=variant.overlap and early)
+        return self._shelf.kernel(source, arguments, shared, cluster=variant.cluster, overlap=variant.overlap and early)
 
     def close(self) -> None:
         """Unload the kernels; their launches must not run any more."""
@@ -99,13 +107,18 @@ def variant_of(plan: ThinPlan, kind: str, cols: int, epilogue: Epilogue, norm: b
     columns = -(-cols // 64) * 64
     vectors = -(-columns // (4 * THREADS)) if norm else 0
     pieces = 1 if norm else min(8, -(-plan.part_columns // (8 * THREADS))) if plan.tokens == 1 else 8
+    if norm and plan.cluster > 1:
+        pieces = -(-plan.part_columns // (4 * THREADS))
     cut = (plan.tokens, plan.row_groups, plan.slots)
-    return ThinGemm(kind, *cut, epilogue, vectors, pieces, overlap, plan.parts > 1)
+    return ThinGemm(kind, *cut, epilogue, vectors, pieces, overlap, plan.parts > 1, plan.cluster)
 
 
 def source_of(variant: ThinGemm) -> Source:
     """What to compile for a variant: two launches share a multiprocessor."""
-    return Source(f"thin_gemm {variant!r}", functools.partial(thin_gemm_kernel.build, variant), THREADS, 2)
+    build = thin_gemm_cluster.build if variant.cluster > 1 else thin_gemm_kernel.build
+    return Source(
+        f"thin_gemm {variant!r}", functools.partial(build, variant), THREADS, 1 if variant.tokens == 32 else 2
+    )
 
 
 @dataclass(frozen=True, slots=True)

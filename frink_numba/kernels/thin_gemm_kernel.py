@@ -70,7 +70,8 @@ class ThinGemm:
 
     tokens: 1, 8 or 16, the most rows of x; row_groups: quarters of a unit; slots: items of a warp's ring; norm: vectors
     of four columns that a thread normalizes, 0 for f16 operands; pieces: 16 bytes of f16 operands that a thread has on
-    their way at a time; overlap: see launch.py; parts: whether x comes in parts.
+    their way at a time, or, of a row that a cluster shares and norms, a thread's vectors of its block's share; overlap:
+    see launch.py; parts: whether x comes in parts; cluster: blocks that share K (`thin_gemm_cluster.py`).
     """
 
     kind: str
@@ -82,6 +83,7 @@ class ThinGemm:
     pieces: int = 8
     overlap: bool = True
     parts: bool = False
+    cluster: int = 1
 
     @property
     def row(self) -> FragmentKind:
@@ -128,7 +130,7 @@ def build(gemm: ThinGemm) -> Any:
     X_AT = SCALES_AT + 16 * 16
 
     fetch, multiply = fetch_item(gemm.kind), multiply_item(gemm.kind, T)
-    put_partial, add_partials = partial_ops(gemm.kind, T, R)
+    put_partial, add_partials = partial_ops(gemm.kind, T, P, R * ROOM)
     store, copy = store_quarter(gemm.epilogue, T), copy_rows(THREADS, COLUMNS, PIECES)
     load_row, measure, convert = norm_ops(max(1, gemm.norm), THREADS, COLUMNS)
     facts, power, values_of = norm_facts(WARPS), out_power(), token_values(T)

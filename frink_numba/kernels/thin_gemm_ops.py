@@ -16,7 +16,7 @@ from frink_numba.kernels.gemm_epilogue import Epilogue
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, SLAB, THREADS, half_bits
 from frink_numba.kernels.gemm_store import out_scales
 from frink_numba.kernels.ptx import Emitter, Register, emitted
-from frink_numba.kernels.thin_gemm_plan import WARPS, item_steps, partial_room, sum_registers
+from frink_numba.kernels.thin_gemm_plan import item_steps, sum_registers
 from frink_numba.kernels.thin_gemm_scales import SCHEMES
 
 _HEADER_REGIONS = {"Q3_K": (2, 4, 4, 4)}  # bytes a row of each region of a header; else the header is one region
@@ -127,7 +127,7 @@ def acc_registers(name: str, tokens: int) -> int:
 
 def _tiles(tokens: int) -> int:
     """Products of eight columns side by side."""
-    return 2 if tokens == 16 else 1
+    return max(1, tokens // 8)
 
 
 def _own(tokens: int) -> tuple[int, ...]:
@@ -172,9 +172,7 @@ def multiply_item(name: str, tokens: int) -> Any:
     sums_high: the lane's address of the sums of x for the item (see `thin_gemm_rows.py`). acc: acc_registers(name,
     tokens).
     """
-    kind, scheme = FRAGMENT_KINDS[name], SCHEMES.get(name)
-    size, count = acc_registers(name, tokens), item_steps(kind)
-    tiles, own = _tiles(tokens), _own(tokens)
+    size = acc_registers(name, tokens)
 
     @emitted(f"f32x{size}", f"f32x{size}", "u32", "u32", "u32", "u32", "u32", "u32", "u32", "u32")
     def multiply(
@@ -189,110 +187,169 @@ def multiply_item(name: str, tokens: int) -> Any:
         sums_high: Register,
         steps: Register,
     ) -> list[Register]:
-        machine = ThinMachine(e)
-        thread, row, t = (place << 5) + lane, (place << 4) + (lane >> 2), lane & 3
-        header = kind.header(machine, slot, row) if kind.header else []
-        assert not kind.header or len(header) == header_words(name)
-        product = _Product(e, (x, x_high)[:tiles])
-
-        def scaled_weights(out: list[Register], base: Register, step: int) -> list[Register]:
-            """The kind's operands are whole weights. Two sums take turns, so that products need not wait."""
-            fragments = kind.fragments(machine, base, thread, row, step % kind.group_steps, header)
-            for pair in range(2):
-                for tile, b in enumerate(product.columns(128 * step + 64 * pair)):
-                    for block in range(2):
-                        at = 4 * (tiles * block + tile)
-                        a = fragments[8 * pair + 4 * block : 8 * pair + 4 * block + 4]
-                        out[at : at + 4] = product.mma(a, b[2 * block : 2 * block + 2], out[at : at + 4])
-            return out
-
-        def add(out: list[Any], tile: int, scale: Sequence[Register], found: Sequence[Register]) -> None:
-            for i, which in enumerate(own):
-                at = len(own) * tile + i
-                out[at] = product.fma(scale[which >> 1], found[which], out[at])
-
-        def scaled_sums(out: list[Any], base: Register, step: int) -> list[Any]:
-            """The operands are codes; each block's sum is scaled."""
-            assert scheme is not None
-            codes = [register for block in kind.codes(machine, base, thread) for register in block]
-            scales = scheme.scales(machine, base, row, step % kind.group_steps, header)
-            for pair in range(2):
-                for tile, b in enumerate(product.columns(128 * step + 64 * pair)):
-                    first = product.mma(codes[8 * pair : 8 * pair + 4], b[:2], product.none)
-                    a = codes[8 * pair + 4 : 8 * pair + 8]
-                    if scheme.columns == 32:
-                        add(out, tile, scales[pair], product.mma(a, b[2:], first))
-                        continue
-                    add(out, tile, scales[2 * pair], first)
-                    add(out, tile, scales[2 * pair + 1], product.mma(a, b[2:], product.none))
-            return out
-
-        def offset_sums(tile: int) -> list[Register]:
-            """The second term of the whole item, before its factors."""
-            assert scheme is not None
-            source, out = (sums, sums_high)[tile], product.none
-            for i, pair in enumerate(scheme.offsets(machine, slot, row, t, header)):
-                if kind.group_steps == 4:
-                    b = e.asm("ld.shared.v2.u32 {$0,$1}, [$2];", "u32x2", [source + 32 * i])
-                    out = product.mma([*pair, *pair], b, out)
-                    continue
-                # The step t & 1 may not be there.
-                there = _less(e, t & 1, steps)
-                zero = e.constant("u32", 0)
-                words = [*pair, e.asm("ld.shared.u32 $0, [$1];", "u32", [source])]
-                a, a_8, b = (Register(e, "u32", e.builder.select(there, word.value, zero.value)) for word in words)
-                out = product.mma([a, a_8], [b], out)
-            return out
-
-        one = scaled_sums if scheme else scaled_weights
-        outer = scheme.outer(machine, header) if scheme and scheme.outer else None
-        start: list[Any] = [None] * size if outer else list(acc)
-        out = one(start, slot + kind.header_size, 0)
-        for step in range(1, count):
-            base = slot + (kind.header_size + kind.step_size * step)
-            if kind.group_steps == 4:
-                out = one(out, base, step)
-                continue
-            before = e.builder.block
-            with e.builder.if_then(_less(e, e.constant("u32", step), steps)):
-                more = one(list(out), base, step)
-                inside = e.builder.block
-            merged = []
-            for old, new in zip(out, more, strict=True):
-                phi = e.builder.phi(new.value.type)
-                phi.add_incoming(old.value, before)
-                phi.add_incoming(new.value, inside)
-                merged.append(Register(e, "f32", phi))
-            out = merged
-        if scheme is None:
-            return out
-        if outer:
-            item, out = out, list(acc)
-            for tile in range(tiles):
-                for i, which in enumerate(own):
-                    at = len(own) * tile + i
-                    out[at] = product.fma(outer[which >> 1], item[at], out[at])
-        factors: Sequence[Register] = [e.constant("f32", factor) for factor in scheme.factors]
-        if scheme.outer_offsets:
-            pairs = zip(factors, scheme.outer_offsets(machine, header), strict=True)
-            factors = [product.fma(b, a, None) for a, b in pairs]
-        for tile in range(tiles):
-            add(out, tile, factors, offset_sums(tile))
-        return out
+        tiles = _tiles(tokens)
+        where = ((x, x_high)[:tiles], (sums, sums_high)[:tiles])
+        return _multiply(e, name, tokens, acc, (slot, place, lane), where, steps)
 
     return multiply
 
 
 @functools.cache
-def partial_ops(name: str, tokens: int, row_groups: int) -> tuple[Any, Any]:
-    """(put(acc, address, lane), add_up(address) -> sums): a warp's sums in shared memory.
+def multiply_rows(name: str, tokens: int) -> Any:
+    """multiply(acc, slot, place, lane, x, offset, sums, sums_offset, steps) -> acc: the same.
 
-    `address`: where the lane's sums lie in the warp's room, and in that of a row group's first warp. Parts are added in
-    a tree that is always the same.
+    x and sums: such addresses for each eight rows of x; the offsets are added to all of them.
     """
-    size, room, own = sum_registers(tokens), partial_room(tokens), _own(tokens)
+    size, tiles = acc_registers(name, tokens), _tiles(tokens)
+
+    @emitted(f"f32x{size}", f"f32x{size}", "u32", "u32", "u32", f"u32x{tiles}", "u32", f"u32x{tiles}", "u32", "u32")
+    def multiply(
+        e: Emitter,
+        acc: list[Register],
+        slot: Register,
+        place: Register,
+        lane: Register,
+        x: list[Register],
+        offset: Register,
+        sums: list[Register],
+        sums_offset: Register,
+        steps: Register,
+    ) -> list[Register]:
+        where = ([at + offset for at in x], [at + sums_offset for at in sums])
+        return _multiply(e, name, tokens, acc, (slot, place, lane), where, steps)
+
+    return multiply
+
+
+@functools.cache
+def rows_of_lane(tokens: int) -> Any:
+    """rows(address, row, last, stride) -> where row `row` of each eight lies, the last row's place beyond it."""
+
+    @emitted(f"u32x{_tiles(tokens)}", "u32", "u32", "u32", "u32")
+    def rows(e: Emitter, address: Register, row: Register, last: Register, stride: Register) -> list[Register]:
+        numbers = [row + 8 * tile for tile in range(_tiles(tokens))]
+        return [address + e.asm("min.u32 $0, $1, $2;", "u32", [n, last], pure=True) * stride for n in numbers]
+
+    return rows
+
+
+def _multiply(
+    e: Emitter,
+    name: str,
+    tokens: int,
+    acc: Sequence[Register],
+    item: tuple[Register, Register, Register],
+    where: tuple[Sequence[Register], Sequence[Register]],
+    steps: Register,
+) -> list[Register]:
+    """Emits a quarter's item: (slot, place, lane) say where it is, `where` the addresses of x and of its sums."""
+    kind, scheme = FRAGMENT_KINDS[name], SCHEMES.get(name)
+    size, count = acc_registers(name, tokens), item_steps(kind)
+    tiles, own = _tiles(tokens), _own(tokens)
+    slot, place, lane = item
+    machine = ThinMachine(e)
+    thread, row, t = (place << 5) + lane, (place << 4) + (lane >> 2), lane & 3
+    header = kind.header(machine, slot, row) if kind.header else []
+    assert not kind.header or len(header) == header_words(name)
+    product = _Product(e, where[0])
+
+    def scaled_weights(out: list[Register], base: Register, step: int) -> list[Register]:
+        """The kind's operands are whole weights. Two sums take turns, so that products need not wait."""
+        fragments = kind.fragments(machine, base, thread, row, step % kind.group_steps, header)
+        for pair in range(2):
+            for tile, b in enumerate(product.columns(128 * step + 64 * pair)):
+                for block in range(2):
+                    at = 4 * (tiles * block + tile)
+                    a = fragments[8 * pair + 4 * block : 8 * pair + 4 * block + 4]
+                    out[at : at + 4] = product.mma(a, b[2 * block : 2 * block + 2], out[at : at + 4])
+        return out
+
+    def add(out: list[Any], tile: int, scale: Sequence[Register], found: Sequence[Register]) -> None:
+        for i, which in enumerate(own):
+            at = len(own) * tile + i
+            out[at] = product.fma(scale[which >> 1], found[which], out[at])
+
+    def scaled_sums(out: list[Any], base: Register, step: int) -> list[Any]:
+        """The operands are codes; each block's sum is scaled."""
+        assert scheme is not None
+        codes = [register for block in kind.codes(machine, base, thread) for register in block]
+        scales = scheme.scales(machine, base, row, step % kind.group_steps, header)
+        for pair in range(2):
+            for tile, b in enumerate(product.columns(128 * step + 64 * pair)):
+                first = product.mma(codes[8 * pair : 8 * pair + 4], b[:2], product.none)
+                a = codes[8 * pair + 4 : 8 * pair + 8]
+                if scheme.columns == 32:
+                    add(out, tile, scales[pair], product.mma(a, b[2:], first))
+                    continue
+                add(out, tile, scales[2 * pair], first)
+                add(out, tile, scales[2 * pair + 1], product.mma(a, b[2:], product.none))
+        return out
+
+    def offset_sums(tile: int) -> list[Register]:
+        """The second term of the whole item, before its factors."""
+        assert scheme is not None
+        source, out = where[1][tile], product.none
+        for i, pair in enumerate(scheme.offsets(machine, slot, row, t, header)):
+            if kind.group_steps == 4:
+                b = e.asm("ld.shared.v2.u32 {$0,$1}, [$2];", "u32x2", [source + 32 * i])
+                out = product.mma([*pair, *pair], b, out)
+                continue
+            # The step t & 1 may not be there.
+            there = _less(e, t & 1, steps)
+            zero = e.constant("u32", 0)
+            words = [*pair, e.asm("ld.shared.u32 $0, [$1];", "u32", [source])]
+            a, a_8, b = (Register(e, "u32", e.builder.select(there, word.value, zero.value)) for word in words)
+            out = product.mma([a, a_8], [b], out)
+        return out
+
+    one = scaled_sums if scheme else scaled_weights
+    outer = scheme.outer(machine, header) if scheme and scheme.outer else None
+    start: list[Any] = [None] * size if outer else list(acc)
+    out = one(start, slot + kind.header_size, 0)
+    for step in range(1, count):
+        base = slot + (kind.header_size + kind.step_size * step)
+        if kind.group_steps == 4:
+            out = one(out, base, step)
+            continue
+        before = e.builder.block
+        with e.builder.if_then(_less(e, e.constant("u32", step), steps)):
+            more = one(list(out), base, step)
+            inside = e.builder.block
+        merged = []
+        for old, new in zip(out, more, strict=True):
+            phi = e.builder.phi(new.value.type)
+            phi.add_incoming(old.value, before)
+            phi.add_incoming(new.value, inside)
+            merged.append(Register(e, "f32", phi))
+        out = merged
+    if scheme is None:
+        return out
+    if outer:
+        inner, out = out, list(acc)
+        for tile in range(tiles):
+            for i, which in enumerate(own):
+                at = len(own) * tile + i
+                out[at] = product.fma(outer[which >> 1], inner[at], out[at])
+    factors: Sequence[Register] = [e.constant("f32", factor) for factor in scheme.factors]
+    if scheme.outer_offsets:
+        pairs = zip(factors, scheme.outer_offsets(machine, header), strict=True)
+        factors = [product.fma(b, a, None) for a, b in pairs]
+    for tile in range(tiles):
+        add(out, tile, factors, offset_sums(tile))
+    return out
+
+
+@functools.cache
+def partial_ops(name: str, tokens: int, parts: int, stride: int, remote: bool = False) -> tuple[Any, Any]:
+    """(put(acc, address, lane), add_up(address) -> sums): a warp's sums in shared memory, `remote`: of another block.
+
+    `address`: where the lane's sums lie in the warp's room, and in the first of `parts` rooms that are `stride` bytes
+    apart. Parts are added in a tree that is always the same.
+    """
+    size, own = sum_registers(tokens), _own(tokens)
     width = len(own)
     names = ",".join(f"${i}" for i in range(width))
+    space = "shared::cluster" if remote else "shared"
 
     @emitted(None, f"f32x{acc_registers(name, tokens)}", "u32", "u32")
     def put(e: Emitter, acc: list[Register], address: Register, lane: Register) -> None:
@@ -306,20 +363,20 @@ def partial_ops(name: str, tokens: int, row_groups: int) -> tuple[Any, Any]:
             e.asm(f"{store}@p st.shared.v2.f32 [$0], {{$1,$2}};\n}}", None, [address, *acc, lane])
             return
         for k in range(0, size, 4):
-            e.asm("st.shared.v4.f32 [$0], {$1,$2,$3,$4};", None, [address + 128 * k, *acc[k : k + 4]])
+            e.asm(f"st.{space}.v4.f32 [$0], {{$1,$2,$3,$4}};", None, [address + 128 * k, *acc[k : k + 4]])
 
     @emitted(f"f32x{size}", "u32")
     def add_up(e: Emitter, address: Register) -> list[Register]:
         out: list[Register] = []
         for k in range(0, size, width):
-            parts = []
-            for part in range(WARPS // row_groups):
-                at = address + (128 * k + part * row_groups * room)
-                parts.append(e.asm(f"ld.shared.v{width}.f32 {{{names}}}, [${width}];", f"f32x{width}", [at]))
-            while len(parts) > 1:
-                pairs = zip(parts[::2], parts[1::2], strict=True)
-                parts = [[a + b for a, b in zip(p, q, strict=True)] for p, q in pairs]
-            out += parts[0]
+            terms = []
+            for part in range(parts):
+                at = address + (128 * k + part * stride)
+                terms.append(e.asm(f"ld.shared.v{width}.f32 {{{names}}}, [${width}];", f"f32x{width}", [at]))
+            while len(terms) > 1:
+                pairs = zip(terms[::2], terms[1::2], strict=True)
+                terms = [[a + b for a, b in zip(p, q, strict=True)] for p, q in pairs]
+            out += terms[0]
         return out
 
     return put, add_up

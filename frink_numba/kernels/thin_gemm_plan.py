@@ -15,10 +15,15 @@ from dataclasses import dataclass
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, STEP, FragmentKind
 from frink_numba.kernels.thin_gemm_scales import SCHEMES
 
-MOST_ROWS = 16  # rows of x
+MOST_ROWS = 32  # rows of x
+MOST_ROWS_ALONE = 16  # where no cluster of blocks shares K
 WARPS = 8  # of a block: they keep a multiprocessor busy
 _MOST_SLOTS = 8
+_LEAST_SLOTS = 3  # of a cluster's ring, where two launches are to share a multiprocessor
 _UNIT_COST = 0.8  # what a unit costs beside its items, in items: sums of warps are added up
+# Of a multiprocessor, in microseconds: a byte of weights, a unit's end, and what counts of the busiest one's share, as
+# the rings hold much of it before the launch may begin.
+_BYTE, _UNIT, _UNEVEN = 2.08e-5, 0.2, 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,7 @@ class ThinDevice:
 
     capability: tuple[int, int]
     multiprocessors: int
+    clusters: bool = False  # blocks share K where there are several rows of x (sm_90)
 
     @property
     def block_shared(self) -> int:
@@ -81,7 +87,7 @@ def sums_bytes(name: str, part_columns: int) -> int:
 
 def fixed_bytes(name: str, tokens: int, slots: int) -> int:
     """Bytes of shared memory beside x: rings; sums of all warps twice; what is known of each row."""
-    return slots * ring_slot(name) + 2 * WARPS * partial_room(tokens) + 16 * MOST_ROWS
+    return slots * ring_slot(name) + 2 * WARPS * partial_room(tokens) + 16 * max(16, tokens)
 
 
 def x_bytes(name: str, part_columns: int) -> int:
@@ -91,17 +97,17 @@ def x_bytes(name: str, part_columns: int) -> int:
 
 def sum_registers(tokens: int) -> int:
     """Sums of a lane: rows g and g + 8 of its tokens: one, two, or two of each eight."""
-    return {1: 2, 8: 4, 16: 8}[tokens]
+    return {1: 2, 8: 4, 16: 8, 32: 16}[tokens]
 
 
 def partial_room(tokens: int) -> int:
     """Bytes of a warp's sums of 16 rows: 16 a lane and eight tokens; with one token the lanes t = 0 have 8."""
-    return {1: 64, 8: 512, 16: 1024}[tokens]
+    return 64 if tokens == 1 else 64 * tokens
 
 
 def token_class(m: int) -> int:
-    """The variant that serves m rows of x: 1, 8 or 16."""
-    return 1 if m == 1 else 8 if m <= 8 else 16
+    """The variant that serves m rows of x: 1, 8, 16 or 32."""
+    return 1 if m == 1 else next(tokens for tokens in (8, 16, 32) if m <= tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,22 +129,32 @@ class ThinPlan:
     part_items: int
     part_columns: int
     slots: int
+    cluster: int = 1
 
     @property
     def k_groups(self) -> int:
         """P: what the order of a sum depends on."""
-        return WARPS // self.row_groups
+        return self.cluster * WARPS // self.row_groups
 
 
-def _fastest(rows: int, items: int, multiprocessors: int) -> int:
-    """R: the cut whose busiest multiprocessor is done first."""
+def _fastest(rows: int, items: int, item: int, multiprocessors: int) -> int:
+    """R: the cut with which one row is done first, by timings on an H200; `item`: bytes of a quarter's."""
     quarters = -(-rows // 16)
 
-    def cost(groups: int) -> tuple[float, int]:
+    def turns(groups: int) -> tuple[float, int]:
         rounds = -(-quarters // (groups * multiprocessors))
         return rounds * (-(-items * groups // WARPS) + _UNIT_COST), groups
 
-    return min((1, 2, 4, 8), key=cost)
+    if items < WARPS:  # some warps have nothing to do where all share K
+        return min((1, 2, 4, 8), key=turns)
+
+    def microseconds(groups: int) -> tuple[float, int]:
+        units = -(-quarters // groups)
+        rounds = -(-units // multiprocessors)
+        mean = max(units, multiprocessors) / multiprocessors  # a block without a unit of its own does another's
+        return max(mean, _UNEVEN * rounds) * groups * items * item * _BYTE + rounds * _UNIT, groups
+
+    return min((1, 2), key=microseconds)
 
 
 def thin_plan(name: str, m: int, rows: int, cols: int, device: ThinDevice, row_groups: int | None = None) -> ThinPlan:
@@ -148,13 +164,24 @@ def thin_plan(name: str, m: int, rows: int, cols: int, device: ThinDevice, row_g
     steps = -(-cols // STEP)
     items = -(-steps // steps_per_item)
     tokens = token_class(m)
-    groups = row_groups or _fastest(rows, items, device.multiprocessors)
+    groups = row_groups or _fastest(rows, items, item_bytes(name) // 4, device.multiprocessors)
     k_groups = WARPS // groups
     quarters = -(-rows // 16)
     units = -(-quarters // groups)
 
     def size(columns: int, slots: int) -> int:
         return fixed_bytes(name, tokens, slots) + m * x_bytes(name, columns)
+
+    if tokens > 1 and k_groups > 1 and device.clusters:
+        # A block of the cluster has all rows of x, and of each k_groups items of K one.
+        columns = -(-items // k_groups) * item_columns
+        least = _LEAST_SLOTS if size(columns, _LEAST_SLOTS) <= device.shared_share else 2
+        if size(columns, least) <= device.block_shared:
+            limit = device.shared_share if size(columns, least) <= device.shared_share else device.block_shared
+            slots = max(2, min(_MOST_SLOTS, (limit - size(columns, 0)) // ring_slot(name)))
+            blocks = max(1, device.multiprocessors // k_groups) * k_groups
+            units = -(-quarters // WARPS)
+            return ThinPlan(tokens, WARPS, units, blocks, 1, -(-items // k_groups), columns, slots, cluster=k_groups)
 
     # All of x where it fits, else parts in which all warps have equally many items.
     columns, parts = steps * STEP, 1
