@@ -76,6 +76,31 @@ def test_the_device_holds_what_the_plan_said(tier: str, batch: int, on) -> None:
     )
 
 
+@pytest.mark.parametrize("logits", [1, 40])
+def test_a_step_in_blocks_holds_what_the_plan_said(logits: int, on) -> None:
+    """Blocks of 16 rows, the last of 8: the scratch is that of the largest, with the logits that it makes."""
+    engine = on(tensor_device(block_rows=16))
+    step = replace(engine.step(40), logits=logits)
+    (memory,) = engine.walk.plan(replace(step, tokens=None, lookup=None)).memory
+    engine.cache.push(engine.walk.run(step).kv_rows)
+    assert engine.device.runtime.held == memory.total == engine.device.held_bytes
+    size = engine.device.body.scratch(LAYERS)
+    assert memory.scratch >= size.nbytes(40, 0, engine.edges, logits)
+
+
+def test_more_logits_than_before_find_room(on) -> None:
+    """A step as long as the last one, but with more rows of logits, is none like it: the scratch may have to grow."""
+    engine = on(tensor_device())
+    for logits in (1, 300, 1):
+        engine.cache.truncate(0)
+        step = replace(engine.step(300), logits=logits)
+        (memory,) = engine.walk.plan(replace(step, tokens=None, lookup=None)).memory
+        run = engine.walk.run(step)
+        assert run.logits.shape == (logits, 64)
+        engine.cache.push(run.kv_rows)
+        assert engine.device.runtime.held == memory.total
+
+
 def test_no_step_makes_more_scratch_than_a_whole_chunk(on) -> None:
     """Scratch is made a little larger than a step needs, never larger than the largest chunk does."""
     engine = on(tensor_device())

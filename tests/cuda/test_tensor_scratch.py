@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,12 +15,15 @@ from frink_numba.cuda.backend import CudaBackend
 from frink_numba.cuda.tensor import scratch
 from frink_numba.cuda.tensor.edges import edges_bytes
 from frink_numba.cuda.tensor.kernels import TensorKernels
-from frink_numba.cuda.tensor.scratch import TensorScratch
+from frink_numba.cuda.tensor.scratch import HeadSize, TensorScratch
 from frink_numba.cuda.tensor.weights import layer_bytes, separate_gate
 from frink_numba.host.kv_cache import KVCache
+from frink_numba.kernels.decode_attention import DecodeShape
+from frink_numba.kernels.gemm_variant import FLAG_BYTES
 from frink_numba.layer import Activation, AttentionSpec, Expert, FeedForward, Layer, Rope, RopeLayout
 from frink_numba.quant import KINDS, QuantMatrix
-from tests.cuda.fake_tensor import tensor_device
+from tests.cuda.fake_gpu import FakeRuntime
+from tests.cuda.fake_tensor import FakeDecodes, tensor_device
 from tests.cuda.tensor_stacks import hidden_rows, step_over, taken, unlike_layers
 
 KERNELS = TensorKernels("wgmma", (9, 0), 132)  # of an H200; none is loaded
@@ -112,16 +116,89 @@ def described_model(shape: Shape) -> tuple[list[Layer], Edges, int]:
     return layers, Edges(embedding, 1.0, norm, 1e-5, embedding), nbytes
 
 
-@pytest.mark.parametrize(("name", "most"), [("3b", 1.15), ("8b", 1.15), ("smollm2", 2.1)])
+@pytest.mark.parametrize(("name", "most"), [("3b", 1.15), ("8b", 1.10), ("8b-q8", 1.06), ("smollm2", 1.87)])
 def test_device_memory_beside_the_weights(name: str, most: float) -> None:
-    """Issue 6: at pp2048 the device holds the weights and at most 15 %, beside the K/V rows that the prompt makes.
+    """Issue 6: at pp2048 the device holds the weights and at most 15 %, with the K/V rows that the prompt makes.
 
-    SmolLM2's weights are smaller than what 2048 rows are worked on in; it is here so that it grows no further.
+    SmolLM2's K/V rows alone are 49 %, and what 2048 rows are worked on in 36 %; it is here so that it grows no further.
     """
     layers, edges, weights = described_model(SHAPES[name])
     made = TensorScratch.of(layers, KERNELS).nbytes(2048, 0, edges, 1)
-    held = sum(map(layer_bytes, layers)) + edges_bytes(edges) + made
+    kv_rows = sum(2 * 2 * 2048 * x.attention.n_kv_heads * x.attention.head_dim for x in layers)
+    held = sum(map(layer_bytes, layers)) + edges_bytes(edges) + made + kv_rows
     assert held <= most * weights
-    if name == "8b":  # with them too
-        kv_rows = sum(2 * 2 * 2048 * x.attention.n_kv_heads * x.attention.head_dim for x in layers)
-        assert held + kv_rows <= most * weights
+
+
+def test_bytes_of_every_part() -> None:
+    """Of 2048 rows of the 3B shape, which go through the layers in blocks of 1024: to the byte."""
+    layers, edges, _ = described_model(SHAPES["3b"])
+    made = TensorScratch.of(layers, KERNELS)
+    assert made.block_rows == 1024
+    assert made.blocks(2048, 1) == [(0, 1024, 0), (1024, 1024, 1)]
+    head = HeadSize.of(edges, 1)
+    parts = made.parts(1024, head)
+    rows = 1024
+    assert parts == {
+        "step": scratch.step_bytes(rows, 28),
+        "hidden": 4 * rows * 3072,
+        "normed": 2 * rows * 3072,
+        "normed_scale": 4 * rows,
+        "normed_norm": 4 * rows,
+        "attended": 2 * rows * 3072,
+        "inner": 2 * rows * 8192,
+        "inner_scale": 4 * rows,
+        "inner_norm": 4 * rows,
+        "qkv": 4 * rows * (3072 + 2 * 1024),
+        "staging": 2 * 4 * 256 * 1024,
+        "q": 2 * rows * 3072,
+        "rows0": 2 * 4 * rows * 1024,  # of one layer
+        "rows1": 2 * 4 * rows * 1024,
+        "cos0": 4 * rows * 64,
+        "sin0": 4 * rows * 64,
+        "logits": 4 * 128256,
+    }
+    # Needed at once at most: q, k and v beside the normed rows they are made of.
+    shared = parts["qkv"] + parts["normed"]
+    always = sum(-(-parts[name] // ALIGNMENT) * ALIGNMENT for name in parts if name not in scratch._NEEDED)
+    assert made.places(rows, head).nbytes == scratch.ATTENTION_WORKSPACE + scratch.COUNTERS + shared + always
+
+
+@pytest.mark.parametrize("name", ["3b", "8b", "smollm2"])
+def test_longer_steps_take_no_more(name: str) -> None:
+    """Issue 6: chunked prefill keeps scratch constant, and so does a step of any length."""
+    layers, edges, _ = described_model(SHAPES[name])
+    made = TensorScratch.of(layers, KERNELS)
+    most = made.nbytes(2048, 0, edges, 1)
+    assert made.nbytes(4096, 0, edges, 1) == made.nbytes(16384, 0, edges, 1) == most
+    assert all(made.nbytes(batch, 0, edges, 1) <= most for batch in (1, 8, 100, 512, 1000, 1500, 2000, 5000))
+
+
+def test_sums_without_room_are_done_without() -> None:
+    """Products are cut along K as the planner likes where there is room for their sums, and not at all elsewhere."""
+    layers, edges, _ = described_model(SHAPES["3b"])
+    made = TensorScratch.of(layers, KERNELS)
+    liked = {
+        product.stage: KERNELS.gemms.workspace(product.kind, product.rows, product.cols, 1024)
+        for product in made.products
+        if product.kind == "Q6_K"
+    }
+    assert liked["qkv"] > FLAG_BYTES  # v alone, in every second layer
+    places = made.places(1024)
+    assert "qkv" not in places.sums
+    assert places.nbytes <= made.allowed < places.nbytes + liked["qkv"] - FLAG_BYTES
+    assert made.places(512).sums == {
+        stage: max(KERNELS.gemms.workspace(*product[1:], 512) for product in made.products if product.stage == stage)
+        - FLAG_BYTES
+        for stage in ("qkv", "down")
+    }
+    assert HeadSize.of(None, 3) is HeadSize.of(edges, 0) is None
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (9, 3, 64), (24, 8, 128), (8, 1, 256), (64, 8, 128), (4, 4, 96)])
+def test_sums_of_few_rows_have_room(rows: int, heads: tuple[int, int, int]) -> None:
+    """What the attention of few rows wants on an H200, for heads of all kinds."""
+    attention = FakeDecodes(FakeRuntime(), (9, 0), 132).attention(DecodeShape(*heads), sequences=1, most_rows=rows)
+    made = replace(TensorScratch.of(unlike_layers(), KERNELS), heads=frozenset({heads}), _known={})
+    assert 0 < attention.workspace - attention.counters <= made.places(rows).sums["attention"]
+    assert attention.counters <= scratch.COUNTERS

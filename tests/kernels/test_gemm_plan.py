@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from frink_numba.kernels.gemm import Gemms, plan_workspace
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS
 from frink_numba.kernels.gemm_plan import (
     COMMON,
@@ -15,7 +16,7 @@ from frink_numba.kernels.gemm_plan import (
     layouts,
     make_plan,
 )
-from frink_numba.kernels.gemm_variant import WgmmaGemm
+from frink_numba.kernels.gemm_variant import FLAG_BYTES, WgmmaGemm
 
 Q4 = FRAGMENT_KINDS["Q4_0"]
 TILE = st.sampled_from([(g, t) for g, tiles in TILES.items() for t in tiles])
@@ -139,3 +140,15 @@ def test_registers_fit_what_a_block_is_launched_with(groups: int, tokens: int) -
     launched = 65536 // (gemm.threads * gemm.resident) // 8 * 8 * gemm.threads
     producer, consumers = gemm.registers
     assert 128 * (producer + groups * consumers) <= launched
+
+
+def test_products_say_what_workspace_they_want() -> None:
+    """Flags and the sums of every worker where a plan cuts along K; nothing elsewhere, or where it may not."""
+    gemms = Gemms("wgmma", (9, 0), 132)
+    cut, whole = (make_plan(1024, 1024, 3072, FRAGMENT_KINDS["Q6_K"], 132, whole=whole) for whole in (False, True))
+    assert cut.split_tiles > 0 == whole.split_tiles
+    sums = cut.workers * 64 * cut.groups * cut.cluster * cut.tokens * 4
+    assert gemms.workspace("Q6_K", 1024, 3072, 1024) == plan_workspace("Q6_K", cut) == FLAG_BYTES + sums
+    assert plan_workspace("Q6_K", whole) == 0
+    assert Gemms("wgmma", (9, 0), 132, invariant=True).workspace("Q6_K", 1024, 3072, 1024) == 0
+    assert Gemms("mma", (8, 6), 132).workspace("Q6_K", 1024, 3072, 1024) == 0
