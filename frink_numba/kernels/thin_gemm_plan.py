@@ -24,6 +24,7 @@ _UNIT_COST = 0.8  # what a unit costs beside its items, in items: sums of warps 
 # Of a multiprocessor, in microseconds: a byte of weights, a unit's end, and what counts of the busiest one's share, as
 # the rings hold much of it before the launch may begin.
 _BYTE, _UNIT, _UNEVEN = 2.08e-5, 0.2, 0.7
+_MORE_UNITS = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,9 @@ def _fastest(rows: int, items: int, item: int, multiprocessors: int) -> int:
         units = -(-quarters // groups)
         rounds = -(-units // multiprocessors)
         mean = max(units, multiprocessors) / multiprocessors  # a block without a unit of its own does another's
-        return max(mean, _UNEVEN * rounds) * groups * items * item * _BYTE + rounds * _UNIT, groups
+        time = max(mean, _UNEVEN * rounds) * groups * items * item * _BYTE + rounds * _UNIT
+        # More units of fewer rows must gain something: where x comes in parts, each unit reads all of them.
+        return time * (_MORE_UNITS if groups == 1 else 1.0), groups
 
     return min((1, 2), key=microseconds)
 
