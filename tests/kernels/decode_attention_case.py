@@ -1,4 +1,4 @@
-"""A decode attention on the GPU and its float64 twin, from one description of sequences."""
+"""A decode attention on the GPU, or on what stands in for one, and its float64 twin, from one description."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from frink_numba.kernels.decode_attention import DecodeAttentions, DecodeShape
 from frink_numba.kernels.fused_attention import sequence_table
 from frink_numba.layer import RopeLayout
-from tests.kernels.gemm_device import address
+from tests.kernels.attention_device import Device, Gpu
 
 
 @dataclass
@@ -89,61 +89,66 @@ class Case:
 
     # ---- the kernel --------------------------------------------------------------------------------------------------
 
-    def run(self, attentions: DecodeAttentions, *, parts: int | None = None, runs: int = 2) -> dict[str, np.ndarray]:
+    def run(
+        self,
+        attentions: DecodeAttentions,
+        *,
+        parts: int | None = None,
+        runs: int = 2,
+        device: Device | None = None,
+    ) -> dict[str, np.ndarray]:
         """Launch `runs` times. out float32 [runs, m, n_heads, head_dim], k_rows, v_rows, and the mirrors' new rows."""
-        from numba import cuda
-
+        device = device or Gpu()
         shape, most = self.shape, max(rows for rows, _ in self.sequences)
         attention = attentions.attention(shape, sequences=len(self.sequences), most_rows=most, parts=parts)
-        device = [[cuda.to_device(a) for a in pair] for pair in self.mirrors]
+        mirrors = [[device.place(a) for a in pair] for pair in self.mirrors]
         records, row = [], 0
-        for (rows, start), (k, v) in zip(self.sequences, device, strict=True):
-            records.append((row, rows, start, address(k), address(v)))
+        for (rows, start), (k, v) in zip(self.sequences, mirrors, strict=True):
+            records.append((row, rows, start, k, v))
             row += rows
-        table = cuda.to_device(np.frombuffer(sequence_table(records), np.uint8))
-        kept = [cuda.to_device(np.ascontiguousarray(a)) for a in (self.qkv, *self.weights, self.sink)]
-        angles = [cuda.to_device(a) if a.size else None for a in (self.cos, self.sin)]
+        table = device.place(np.frombuffer(sequence_table(records), np.uint8))
+        qkv, q_norm, k_norm, sinks = (device.place(a) for a in (self.qkv, *self.weights, self.sink))
+        cos, sin = (device.place(a) if a.size else 0 for a in (self.cos, self.sin))
         start_workspace = np.full(max(1024, attention.workspace), 0xFF, np.uint8)  # not-a-numbers
         start_workspace[: attention.counters] = 0
-        workspace = cuda.to_device(start_workspace)
+        workspace = device.place(start_workspace)
         size = (self.m, shape.n_kv_heads, shape.head_dim)
         outs = []
         for _ in range(runs):
-            rows_out = [cuda.to_device(np.full(size, np.nan, np.float32)) for _ in range(2)]
-            out = cuda.to_device(np.full((self.m + 1, shape.n_heads, shape.head_dim), np.nan, np.float16))
+            k_rows, v_rows = (device.place(np.full(size, np.nan, np.float32)) for _ in range(2))
+            out = device.place(np.full((self.m + 1, shape.n_heads, shape.head_dim), np.nan, np.float16))
             launch = attention.bind(
-                address(kept[0]),
-                address(out),
-                address(table),
-                workspace=address(workspace),
-                cos=address(angles[0]) if angles[0] is not None else 0,
-                sin=address(angles[1]) if angles[1] is not None else 0,
-                q_norm=address(kept[1]),
-                k_norm=address(kept[2]),
+                qkv,
+                out,
+                table,
+                workspace=workspace,
+                cos=cos,
+                sin=sin,
+                q_norm=q_norm,
+                k_norm=k_norm,
                 eps=self.eps,
-                sinks=address(kept[3]) if self.sinks else 0,
-                k_rows=address(rows_out[0]),
-                v_rows=address(rows_out[1]),
+                sinks=sinks if self.sinks else 0,
+                k_rows=k_rows,
+                v_rows=v_rows,
                 k_scale=self.k_scale,
                 v_scale=self.v_scale,
             )
-            launch(0)
-            cuda.synchronize()
-            back = out.copy_to_host()
+            device.launch(launch)
+            back = device.read(out)
             assert np.isnan(back[self.m :]).all(), "rows beyond the result were written"
             outs.append(back[: self.m].astype(np.float32) * self.v_scale)
-        assert not workspace.copy_to_host()[: attention.counters].any(), "counters are left"
+        assert not device.read(workspace)[: attention.counters].any(), "counters are left"
         new: list[list[np.ndarray]] = [[], []]
-        for (rows, start), pair, before in zip(self.sequences, device, self.mirrors, strict=True):
+        for (rows, start), pair, before in zip(self.sequences, mirrors, self.mirrors, strict=True):
             for side in range(2):
-                mirror = pair[side].copy_to_host()
+                mirror = device.read(pair[side])
                 assert np.array_equal(mirror[:start], before[side][:start]), "old rows of a mirror changed"
                 assert np.array_equal(mirror[start + rows :], before[side][start + rows :]), "later rows changed"
                 new[side].append(mirror[start : start + rows])
         return {
             "out": np.stack(outs),
-            "k_rows": rows_out[0].copy_to_host(),
-            "v_rows": rows_out[1].copy_to_host(),
+            "k_rows": device.read(k_rows),
+            "v_rows": device.read(v_rows),
             "k_mirror": np.concatenate(new[0]).astype(np.float32) * self.k_scale,
             "v_mirror": np.concatenate(new[1]).astype(np.float32) * self.v_scale,
         }
