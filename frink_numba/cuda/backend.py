@@ -86,7 +86,7 @@ class CudaBackend:
         self._traffic = Traffic()
         self._traffic_lock = threading.Lock()
         # A backend that is dropped without `close` gives its memory back too; at exit the driver does.
-        weakref.finalize(self, _let_go, name, device, self._holder).atexit = False
+        weakref.finalize(self, _dropped, name, device, self._holder).atexit = False
 
     @property
     def chunk_size(self) -> int:
@@ -440,3 +440,11 @@ def _let_go(name: str, device: CudaDevice, holder: object) -> None:
         release_holder(device, holder)
     except Exception as error:  # a device that fails while it is left alone need not stop anybody
         warn_once(f"backend {name}: the device failed while it was closed: {device.failed(error)}")
+
+
+def _dropped(name: str, device: CudaDevice, holder: object) -> None:
+    """`_let_go`, from wherever the collector came by: maybe a thread that a run on the device is waiting for."""
+    if device.idle():
+        _let_go(name, device, holder)
+    else:
+        threading.Thread(target=_let_go, args=(name, device, holder), name="frink-let-go").start()

@@ -71,6 +71,13 @@ class CudaDevice:
         """Have the device for the calling thread alone. DeviceError when it cannot be used."""
         return _Working(self)
 
+    def idle(self) -> bool:
+        """Whether no other thread is at work on the device just now."""
+        free = self._lock.acquire(blocking=False)
+        if free:
+            self._lock.release()
+        return free
+
     @property
     def workspace(self) -> Workspace:
         """Made at first use; under `working()`."""

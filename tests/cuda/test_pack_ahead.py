@@ -156,3 +156,39 @@ def test_a_model_beyond_the_devices_memory_is_not_repacked() -> None:
     backend = CudaBackend(LAYERS, tensor_device(memory_bytes=1 << 12))
     backend.expect(some_edges())
     assert backend.device.body._expected is None
+
+
+@pytest.mark.parametrize("where", ["announcing", "packing"])
+def test_the_collector_may_let_go_of_a_backend_anywhere(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dropped backend in a cycle goes while packs are made, in a thread that a run waits for: nobody hangs."""
+    device = tensor_device()
+    old = CudaBackend(OTHERS, device)
+    assert old.run(0, len(OTHERS), step_over(OTHERS, KVCache(OTHERS, 64), hidden_rows(6))) is not None
+    cycle: list[object] = [old]
+    cycle.append(cycle)
+    gc.disable()
+    try:
+        del old, cycle
+        name = "_fill" if where == "announcing" else "pack_layer"
+        owner = PackAhead if where == "announcing" else pack_ahead
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a: (gc.collect(), real(*a))[1])
+        backend = CudaBackend(LAYERS, device)
+        done = []
+
+        def work() -> None:
+            if where == "announcing":
+                backend.expect(None)
+            done.append(backend.run(0, len(LAYERS), step_over(LAYERS, KVCache(LAYERS, 64), hidden_rows(6))))
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(30)
+        assert done and done[0] is not None, "it hangs"
+    finally:
+        gc.enable()
+    for other in threading.enumerate():
+        if other.name == "frink-let-go":
+            other.join(30)
+    assert {id(part) for part in device.bank.held_by(backend._holder)} == {id(layer) for layer in LAYERS}
+    assert device.bank.bytes_of_others(backend._holder) == 0

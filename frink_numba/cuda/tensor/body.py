@@ -67,7 +67,7 @@ class TensorBody:
         self._ranges = open_ranges()
         self._ahead: PackAhead | None = None  # while layers go up
         self._expected: tuple[object, PackAhead] | None = None  # for whom, from when they were announced
-        self._expecting = threading.Lock()
+        self._expecting = threading.RLock()  # the collector may let go of a backend anywhere
         self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._group_programs: OrderedDict[Any, GroupProgram] = OrderedDict()
         self._group_sizes: tuple[Sequence[Layer], dict[Any, int]] | None = None
@@ -145,8 +145,9 @@ class TensorBody:
         self._zeroed = None
 
     def expect(self, owner: object, layers: Sequence[Layer], edges: Edges | None) -> None:
+        announced = owner, PackAhead(layers, edges)
         with self._expecting:
-            before, self._expected = self._expected, (owner, PackAhead(layers, edges))
+            before, self._expected = self._expected, announced
         if before is not None:
             before[1].close()
 

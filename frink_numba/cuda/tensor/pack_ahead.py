@@ -6,6 +6,7 @@ It may begin before anything goes up at all, as soon as somebody knows that a mo
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -17,6 +18,7 @@ from frink_numba.kernels.gemm_pack import PackedMatrix
 from frink_numba.layer import Layer
 
 _THREADS = 8
+_NAME = "frink-pack"
 _MOST_BYTES = 1 << 30  # of repacked layers that wait; one waits however large it is
 
 
@@ -37,7 +39,7 @@ class PackAhead:
         self._ahead = max(1, min(len(self._left), _MOST_BYTES // largest))
         # Where a few large layers are all that may wait, their own matrices are cut among the threads.
         self._inside = max(1, threads // self._ahead)
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="frink-pack")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=_NAME)
         self._fill()
 
     def names(self, layers: Sequence[Layer]) -> bool:
@@ -65,7 +67,9 @@ class PackAhead:
         """Stop, and wait for what is being done."""
         self._left.clear()
         self._made.clear()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        # The collector may come by in a thread of the pool, which cannot wait for itself.
+        own = threading.current_thread().name.startswith(_NAME)
+        self._pool.shutdown(wait=not own, cancel_futures=True)
 
     def _fill(self) -> None:
         while self._left and len(self._made) < self._ahead:
