@@ -116,8 +116,14 @@ class CudaBackend:
 
     def expect(self, edges: Edges | None) -> None:
         """Steps over all layers are about to come: weights are repacked meanwhile, once, if all of them can be held."""
-        served = [layer for layer, reason in zip(self._layers, self._reasons, strict=True) if reason is None]
-        if self._expected or self.device.problem is not None or self._admission.total > self.device.info.memory:
+        here = self.device.bank.has
+        served = [x for x, reason in zip(self._layers, self._reasons, strict=True) if reason is None and not here(x)]
+        if (
+            not served
+            or self._expected
+            or self.device.problem is not None
+            or self._admission.total > self.device.info.memory
+        ):
             return
         self._expected = True
         ends = edges if edges is not None and self.device.body.why_not_edges(edges) is None else None

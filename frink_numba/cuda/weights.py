@@ -44,6 +44,10 @@ class WeightBank:
         self._hold(entry, holder)
         return entry[0]
 
+    def has(self, layer: Part) -> bool:
+        """Whether it is here just now, for who does not hold the device's lock."""
+        return id(layer) in self._entries
+
     def get(self, layer: Part) -> DeviceLayer:
         """The layer, which is here."""
         return self._entries[id(layer)][0]
