@@ -116,14 +116,11 @@ class CudaBackend:
 
     def expect(self, edges: Edges | None) -> None:
         """Steps over all layers are about to come: weights are repacked meanwhile, once, if all of them can be held."""
-        here = self.device.bank.has
-        served = [x for x, reason in zip(self._layers, self._reasons, strict=True) if reason is None and not here(x)]
-        if (
-            not served
-            or self._expected
-            or self.device.problem is not None
-            or self._admission.total > self.device.info.memory
-        ):
+        known = zip(self._layers, self._reasons, strict=True)
+        served = [x for x, reason in known if reason is None and not self.device.bank.has(x)]
+        if self._expected or not served or self.device.problem is not None:
+            return
+        if self._admission.total > self.device.info.memory:
             return
         self._expected = True
         ends = edges if edges is not None and self.device.body.why_not_edges(edges) is None else None
@@ -450,7 +447,5 @@ def _let_go(name: str, device: CudaDevice, holder: object) -> None:
 
 def _dropped(name: str, device: CudaDevice, holder: object) -> None:
     """`_let_go`, from wherever the collector came by: maybe a thread that a run on the device is waiting for."""
-    if device.idle():
-        _let_go(name, device, holder)
-    else:
-        threading.Thread(target=_let_go, args=(name, device, holder), name="frink-let-go").start()
+    let_go = threading.Thread(target=_let_go, args=(name, device, holder), name="frink-let-go")
+    (let_go.run if device.idle() else let_go.start)()
