@@ -118,9 +118,8 @@ class CudaBackend:
         """Steps over all layers are about to come: weights are repacked meanwhile, once, if all of them can be held."""
         known = zip(self._layers, self._reasons, strict=True)
         served = [x for x, reason in known if reason is None and not self.device.bank.has(x)]
-        if self._expected or not served or self.device.problem is not None:
-            return
-        if self._admission.total > self.device.info.memory:
+        fits = self._admission.total <= self.device.info.memory
+        if self._expected or not served or not fits or self.device.problem is not None:
             return
         self._expected = True
         ends = edges if edges is not None and self.device.body.why_not_edges(edges) is None else None
