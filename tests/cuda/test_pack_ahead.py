@@ -203,3 +203,13 @@ def test_what_is_on_the_device_already_is_not_repacked() -> None:
     for backend in (first, second):
         backend.expect(None)
         assert device.body._expected is None
+
+
+def test_one_that_is_closed_while_a_run_takes_from_it_answers_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another model is announced in the middle of an upload: the rest is repacked by the run itself."""
+    monkeypatch.setattr(pack_ahead, "_MOST_BYTES", 1)
+    ahead = PackAhead(LAYERS)
+    ahead._pool.shutdown(wait=True)
+    assert ahead.take(LAYERS[0]) is not None
+    assert ahead.take(LAYERS[1]) is None
+    ahead.close()

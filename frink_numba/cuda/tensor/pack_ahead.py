@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 
 from frink_numba.backend import Edges
 from frink_numba.cuda.tensor.edges import pack_edges
@@ -52,7 +53,8 @@ class PackAhead:
         None for a part that was not named, or taken before.
         """
         future = self._made.pop(id(part), None)
-        self._fill()
+        with suppress(IndexError, RuntimeError):  # somebody closes it at this moment
+            self._fill()
         try:
             return None if future is None else future.result()
         except CancelledError:  # somebody has closed it
