@@ -108,7 +108,7 @@ def take(step: Callable[[], None], backend: CudaBackend, timer: Timer, runs: int
     waited = [1e6 * s for s in waits[-runs:]]
     with _rows_left(device):
         without = [1e6 * s for s in seconds(step, runs)]
-    with _blocks_noted() as blocks:
+    with _blocks_noted(device) as blocks:
         step()  # all rows down again
     with device.working():
         parts = [part for program, _ in blocks for part in (*program.segments, *program.heads)]
@@ -135,22 +135,23 @@ def take(step: Callable[[], None], backend: CudaBackend, timer: Timer, runs: int
 
 
 @contextmanager
-def _blocks_noted() -> Iterator[list[tuple[Any, Callable[[], None]]]]:
+def _blocks_noted(device: CudaDevice) -> Iterator[list[tuple[Any, Callable[[], None]]]]:
     """The programs of the blocks that run, each with what must go up before it runs again."""
     noted: list[tuple[Any, Callable[[], None]]] = []
-    real = run.send_image
+    real = run.fill_image
 
-    def send_image(program: Any, start_pos: int, tokens: Any, runtime: Any, work: Any, number: int = 0) -> None:
-        real(program, start_pos, tokens, runtime, work, number)
-        sent = work.pinned.lend(program.sent[number].nbytes)
-        np.copyto(sent, program.sent[number])
-        noted.append((program, lambda: runtime.send(program.step_address, sent, work.compute)))
+    def fill_image(program: Any, start_pos: int, tokens: Any, work: Any, number: int = 0) -> np.ndarray:
+        image = real(program, start_pos, tokens, work, number)
+        sent = work.pinned.lend(image.nbytes)
+        np.copyto(sent, image)
+        noted.append((program, lambda: device.runtime.send(program.step_address, sent, work.compute)))
+        return image
 
-    run.send_image = send_image
+    run.fill_image = fill_image
     try:
         yield noted
     finally:
-        run.send_image = real
+        run.fill_image = real
 
 
 @contextmanager
@@ -173,16 +174,20 @@ def _waits_noted(device: CudaDevice, waits: list[float]) -> Iterator[None]:
 
 @contextmanager
 def _rows_left(device: CudaDevice) -> Iterator[None]:
-    """Leave new K/V rows on the device."""
+    """Leave new K/V rows on the device: in graphs of whole runs too, which are made anew here, and again behind it."""
     runtime: Any = device.runtime
     downloads = device.workspace.downloads
     fetch, strided = runtime.fetch, runtime.fetch_strided
+    with device.working():
+        device.body.dropped()
     runtime.fetch = lambda target, address, stream: None if stream is downloads else fetch(target, address, stream)
     runtime.fetch_strided = lambda *arguments: None
     try:
         yield
     finally:
         runtime.fetch, runtime.fetch_strided = fetch, strided
+        with device.working():
+            device.body.dropped()
 
 
 def report(name: str, tokens: int, runs: int) -> list[Row]:

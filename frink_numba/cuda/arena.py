@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -69,7 +70,7 @@ class Carver:
 
     def array(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
         """The next part as an array; the block must have room for it."""
-        nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         offset = self._layout.add(nbytes)
         return self._block[offset : offset + nbytes].view(dtype).reshape(*shape)
 

@@ -171,6 +171,9 @@ class FakeRuntime:
         return FakeEvent()
 
     def queue(self, stream: FakeStream, work: Callable[[], None]) -> None:
+        if self.captured is not None:
+            self.captured.append(lambda: self.queue(stream, work))
+            return
         number, self.issued = self.issued, self.issued + 1
 
         def item() -> bool:
@@ -262,29 +265,35 @@ class FakeRuntime:
     def launch(self, handle: int, name: str, work: Callable[[], None]) -> None:
         """What a kernel's launch calls."""
         self.call(name)
-        if self.captured is not None:
-            self.captured.append(work)
-        else:
-            self.queue(self.streams[handle - 1], work)
+        self.queue(self.streams[handle - 1], work)
 
     def graph(self, stream: FakeStream, launches: Sequence[Callable[[int], None]]) -> Callable[[], None]:
         self.call("graph")
         self.captured = captured = []
+        up, down = self.up, self.down
         try:
             for launch in launches:
                 launch(self.handle(stream))
         finally:
             self.captured = None
+            up, self.up, down, self.down = self.up - up, up, self.down - down, down
 
         def replay() -> None:
             self.call("replay")
-            for work in captured:
-                self.queue(stream, work)
+            self.up, self.down = self.up + up, self.down + down
+            for queue in captured:
+                queue()
 
         return replay
 
     def record(self, event: FakeEvent, stream: FakeStream) -> None:
         self.call("record")
+        self._record(event, stream)
+
+    def _record(self, event: FakeEvent, stream: FakeStream) -> None:
+        if self.captured is not None:
+            self.captured.append(lambda: self._record(event, stream))
+            return
         event.recorded += 1
         number = event.recorded
 
@@ -295,6 +304,12 @@ class FakeRuntime:
 
     def wait(self, event: FakeEvent, stream: FakeStream) -> None:
         self.call("wait")
+        self._wait(event, stream)
+
+    def _wait(self, event: FakeEvent, stream: FakeStream) -> None:
+        if self.captured is not None:
+            self.captured.append(lambda: self._wait(event, stream))
+            return
         number = event.recorded
         stream.queue.append(lambda: event.reached >= number)
 

@@ -16,7 +16,7 @@ import numpy as np
 from frink_numba.cuda.body import Answer, Ends
 from frink_numba.cuda.ranges import Ranges
 from frink_numba.cuda.runtime import Runtime
-from frink_numba.cuda.tensor.program import Program, launch, send_image
+from frink_numba.cuda.tensor.program import Program, fill_image, launch
 from frink_numba.cuda.tensor.row_targets import RowTargets
 from frink_numba.cuda.tensor.scratch import AHEAD_ROWS
 from frink_numba.cuda.traffic import Traffic
@@ -37,7 +37,7 @@ def go_ahead(
 ) -> Answer:
     """Choose `ends.ahead` tokens, at most AHEAD_ROWS, behind the one of `ends.tokens`, which is at `start_pos`."""
     stream, lend, n = work.compute, work.pinned.lend, ends.ahead
-    send_image(program, start_pos, ends.tokens, runtime, work)
+    runtime.send(program.step_address, fill_image(program, start_pos, ends.tokens, work), stream)
     (segment,) = program.segments
     for _ in range(n):
         launch(segment, runtime, stream, ranges, ends.first)

@@ -41,6 +41,7 @@ from frink_numba.cuda.tensor.scratch import (
     STAGED_ROWS,
     TensorScratch,
 )
+from frink_numba.cuda.tensor.step_graph import StepGraphs
 from frink_numba.cuda.tensor.weights import TensorLayer, decline, layer_bytes, upload_layer
 from frink_numba.cuda.traffic import Traffic
 from frink_numba.errors import DeviceError
@@ -68,6 +69,7 @@ class TensorBody:
         self._ahead: PackAhead | None = None  # while layers go up
         self._expected: tuple[object, PackAhead] | None = None  # for whom, from when they were announced
         self._expecting = threading.RLock()  # the collector may let go of a backend anywhere
+        self._graphs = StepGraphs()
         self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._group_programs: OrderedDict[Any, GroupProgram] = OrderedDict()
         self._group_sizes: tuple[Sequence[Layer], dict[Any, int]] | None = None
@@ -140,6 +142,7 @@ class TensorBody:
         return upload_edges(self.runtime, edges, stream, traffic, packed)
 
     def dropped(self) -> None:
+        self._graphs.clear()
         self._programs.clear()
         self._group_programs.clear()
         self._zeroed = None
@@ -232,7 +235,7 @@ class TensorBody:
             if ends.ahead:
                 answer = go_ahead(*how, self._ranges, program, make_targets, start_pos, ends)
             else:
-                run = BlockRun(*how, self._ranges, make_targets)
+                run = BlockRun(*how, self._ranges, make_targets, self._graphs)
                 answer = run.go(parts, layers[0].shape.hidden, hidden, start_pos, ends)
             self._zeroed = weakref.ref(block)
             return answer

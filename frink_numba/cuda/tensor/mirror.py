@@ -84,6 +84,7 @@ class Whole:
     pitch: int = 0  # of `places`: see row_targets.py
     places: Any = None  # of the cache's rows when it was last found out whether a device can write there
     writable: bool = False
+    where: bytes = b""  # of all layers: where their K and V begin
 
     def known_rows(self, cache: Any) -> int:
         """How many of the first rows equal the cache's now, in every layer."""

@@ -61,18 +61,18 @@ def launch(part: Segment | Head, runtime: Runtime, stream: Any, ranges: Ranges |
     part.replay()
 
 
-def send_image(
-    program: Program, start_pos: int, tokens: np.ndarray | None, runtime: Runtime, work: Workspace, number: int = 0
-) -> None:
-    """What a program's launches read goes up, for rows from `start_pos` on, of `tokens` if it begins with them.
+def fill_image(
+    program: Program, start_pos: int, tokens: np.ndarray | None, work: Workspace, number: int = 0
+) -> np.ndarray:
+    """What a program's launches read, for rows from `start_pos` on, of `tokens` if it begins with them: page-locked.
 
-    number: how often it has gone up for the run before.
+    It goes to `program.step_address`, and to nobody else until then. number: how many the run has filled before.
     """
     image = program.step(start_pos, tokens)
     if len(program.sent) == number:
         program.sent.append(work.pinned.lend(image.nbytes))
     np.copyto(program.sent[number], image)
-    runtime.send(program.step_address, program.sent[number], work.compute)
+    return program.sent[number]
 
 
 class Program(Launches):
@@ -173,6 +173,12 @@ class Program(Launches):
         for head in self.heads[: None if logits else 0]:
             assert edges is not None  # logits are wanted
             self._head(edges, self._m - logits, head)
+
+    @property
+    def parts(self) -> list[Segment | Head]:
+        """Segments and heads that have launches, in their order."""
+        parts: list[Segment | Head] = [*self.segments, *self.heads]
+        return [part for part in parts if part.launches]
 
     def point_at(self, mirrors: Sequence[Mirror]) -> None:
         """From now on the K/V rows lie in other mirrors: no launch knows where, but the image does."""

@@ -35,6 +35,7 @@ class RowTargets(Protocol):
     """The targets of one run, for the layers of the run in their order."""
 
     rows: Sequence[Rows]
+    place: tuple[bytes, int] | None  # equal where rows go to the same addresses; None where nobody knows
 
     def fetch(self, first: int, last: int, address: int, stream: Any, room: int, part: slice = ALL) -> None:
         """Rows `part` of layers first .. last-1 come down from `address` on, in the order of `stream`.
@@ -60,6 +61,7 @@ class LayerTargets:
         n: int,
     ) -> None:
         """For `n` new rows of each layer. A mirror remembers what its cache has lent."""
+        self.place: tuple[bytes, int] | None = None
         self._runtime, self._work, self._traffic = runtime, work, traffic
         self._targets = self._take(layers, mirrors, sources, n)
         self.rows: Sequence[Rows] = [(target.k, target.v) for target in self._targets]
@@ -145,7 +147,9 @@ class WholeTargets:
             whole.places = lease.places
             whole.writable = cache.dtype == np.float32 and all(map(work.pinned.owns, lease.places.owners))
             whole.pitch = _even_pitch(layers, lease.places)
+            whole.where = lease.places.k.tobytes() + lease.places.v.tobytes()
         self.rows: Sequence[Rows] = lease
+        self.place: tuple[bytes, int] | None = (whole.where, lease.first) if whole.writable else None
         if not whole.writable:
             carver = Carver(work.pinned.lend(float_bytes(*(n * x.shape.kv_width for x in layers for _ in "kv"))))
             shapes = [(n, x.shape.n_kv_heads, x.shape.head_dim) for x in layers]
