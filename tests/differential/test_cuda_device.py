@@ -1,4 +1,7 @@
-"""The resident stack on a real GPU: residency, bytes and waits, failures, threads, processes."""
+"""The resident stack on a real GPU: residency, bytes and waits, failures, threads, processes.
+
+What counts calls of numba's driver, or reaches into launchers, is about the tier `simt`; the rest is for every tier.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ import pytest
 
 from frink_numba.backend import Decline, Serve
 from frink_numba.cuda.backend import CudaBackend
-from frink_numba.cuda.device import CudaDevice, open_device, visible_devices
+from frink_numba.cuda.device import CudaDevice, make_body, make_runtime, open_device, visible_devices
 from frink_numba.layer import RopeLayout
 from tests import reference
 from tests.cuda.quantized_layers import quantized_layer
-from tests.differential.gpu import run_twice, step_over, take
+from tests.differential.gpu import TIERS, bound_of, device_of, run_twice, step_over, take
 from tests.random_layers import LayerOptions
 
 pytestmark = pytest.mark.gpu
@@ -50,10 +53,11 @@ def make_step(layers, batch: int = 33, start_pos: int = 21, seed: int = 0):
     return step_over(layers, rng.normal(size=(batch, layers[0].hidden_dim)).astype(np.float32), prefixes)
 
 
-def own_device() -> CudaDevice:
+def own_device(tier: str = "simt") -> CudaDevice:
     """The first device with a state of its own, so that a lowered budget stays in its test."""
-    device = open_device(0)
-    return CudaDevice(device.info, device.runtime, device.body)
+    info = device_of(tier).info
+    runtime = make_runtime(tier, info.number)
+    return CudaDevice(info, runtime, make_body(tier, info, runtime))
 
 
 def test_the_device_is_described():
@@ -79,13 +83,13 @@ def test_a_stack_equals_the_truth_and_single_layers_bitwise(batch: int, start_po
     """R8 to R11: five unlike layers, resident; the same bits as layer after layer through the host."""
     layers = make_model()
     step = make_step(layers, batch, start_pos)
-    backend = CudaBackend(layers, open_device(0))
+    backend = CudaBackend(layers, device_of("simt"))
     got = run_twice(backend, step)
     x = step.hidden
     truth = step.hidden.astype(np.float64)
     for number, layer in enumerate(layers):
         single = step_over([layer], x, [step.caches[number].prefix()])
-        one = CudaBackend([layer], open_device(0))
+        one = CudaBackend([layer], device_of("simt"))
         x, k, v = take(one.run(0, 1, single))
         one.close()
         np.testing.assert_array_equal(k, got[1 + 2 * number])
@@ -104,7 +108,7 @@ def test_bytes_waits_and_allocations_of_a_run_as_the_driver_sees_them(monkeypatc
 
     layers = make_model()
     step = make_step(layers)
-    backend = CudaBackend(layers, open_device(0))
+    backend = CudaBackend(layers, device_of("simt"))
     take(backend.run(0, len(layers), step))  # uploads, compiles
     before, counts = backend.stats, Counter()
 
@@ -150,10 +154,11 @@ def test_closing_gives_device_memory_back():
     assert abs(free - own_device_memory()[0]) < 8 << 20
 
 
-def test_memory_that_really_runs_out(caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize("tier", TIERS)
+def test_memory_that_really_runs_out(tier: str, caplog: pytest.LogCaptureFixture):
     """R21: somebody else takes the memory after the budget was made. None once, a reason in the next plan, no harm."""
     layers = make_model()
-    device = own_device()
+    device = own_device(tier)
     backend = CudaBackend(layers, device)
     step = make_step(layers, 4000, 0)
     assert isinstance(backend.can_serve(0, step), Serve)
@@ -168,12 +173,12 @@ def test_memory_that_really_runs_out(caplog: pytest.LogCaptureFixture):
     with device.working():
         del hog
         device.runtime.release()
-    fresh = CudaBackend(layers, own_device())
+    fresh = CudaBackend(layers, own_device(tier))
     small = make_step(layers)
     x = small.hidden.astype(np.float64)
     for layer, cache in zip(layers, small.caches, strict=True):
         x, _, _ = reference.layer(layer, x, *cache.prefix())
-    assert reference.relative_error(run_twice(fresh, small)[0], x) < 1e-5
+    assert reference.relative_error(run_twice(fresh, small)[0], x) < len(layers) * bound_of(tier)
     fresh.close()
     backend.close()
 
@@ -195,10 +200,11 @@ def test_an_upload_may_be_overwritten_at_once():
             assert (answer == number % 251).all(), number
 
 
-def test_two_threads_share_the_device():
-    """Two decoders, each with steps of its own: every answer is the one it gives alone, bit for bit."""
+@pytest.mark.parametrize("tier", TIERS)
+def test_threads_share_the_device(tier: str):
+    """Four decoders, each with steps of its own: every answer is the one it gives alone, bit for bit."""
     layers = make_model()
-    device = open_device(0)
+    device = device_of(tier)
     steps = [make_step(layers, 16 + 7 * number, 5 * number, number) for number in range(4)]
     alone = CudaBackend(layers, device)
     want = [take(alone.run(0, len(layers), step)) for step in steps]
@@ -258,7 +264,7 @@ print("closed", flush=True)
 
 def test_a_lost_device_does_not_take_the_process_down():
     """R21: a kernel that writes far away poisons the context. The cause is said, the host serves, the exit is clean."""
-    done = _python(LOST)
+    done = _python(LOST, FRINK_CUDA_TIER="simt")
     assert done.returncode == 0, done.stderr[-3000:]
     problem, same, served, closed = done.stdout.splitlines()
     assert problem.startswith("device lost: ")
@@ -305,11 +311,15 @@ def test_a_forked_process_is_told_so():
     assert parent == "0 True"
 
 
-def _python(code: str) -> subprocess.CompletedProcess[str]:
+def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]),
+            **environment,
+        },
         capture_output=True,
         text=True,
         timeout=180,
