@@ -34,14 +34,7 @@ from dataclasses import dataclass
 from frink_numba.errors import ShapeError
 from frink_numba.kernels import decode_attention_kernel
 from frink_numba.kernels.cubins import Source
-from frink_numba.kernels.decode_attention_variant import (
-    ARGUMENTS,
-    LEAST_KEYS,
-    MOST_PARTS,
-    STEP,
-    THREADS,
-    DecodeKernel,
-)
+from frink_numba.kernels.decode_attention_variant import ARGUMENTS, LEAST_KEYS, MOST_PARTS, STEP, THREADS, DecodeKernel
 from frink_numba.kernels.launch import KernelShelf, Launch, LoadedKernel
 from frink_numba.kernels.thin_gemm_plan import ThinDevice
 from frink_numba.layer import RopeLayout
@@ -114,13 +107,10 @@ class DecodeAttentions:
         cut = parts or self._parts(shape, sequences)
         if not 1 <= cut <= MOST_PARTS:
             raise ShapeError(f"keys are cut into 1 to {MOST_PARTS} parts, not {cut}")
-        blocks = cut * tiles * shape.n_kv_heads * sequences
-        spread = _halves(variant) and blocks <= self.multiprocessors
-        blocks = self.multiprocessors if spread else blocks
-        return DecodeAttention(shape, sequences, tiles, cut, blocks, spread, variant, self._kernel(variant))
+        return DecodeAttention(shape, sequences, tiles, cut, variant, self._kernel(variant))
 
     def alike(self, shape: DecodeShape, start: int, rows: int) -> int:
-        """How many rows of one sequence from `start` on get, in one step, the very bits of launches of their own.
+        """How many of the rows of one sequence from `start` on get the very bits that launches of their own would give.
 
         Of the shape, only the heads and the window count.
         """
@@ -130,8 +120,7 @@ class DecodeAttentions:
         """As many as one row of each sequence would have: the cut of the keys must not depend on the rows."""
         variant = variant_of(shape, 1, self._shelf.overlap, self._shared)
         tasks = -(-shape.group // variant.queries) * shape.n_kv_heads * sequences
-        blocks = self.multiprocessors if _halves(variant) else 2 * self.multiprocessors
-        return max(1, min(MOST_PARTS, blocks // tasks))
+        return max(1, min(MOST_PARTS, 2 * self.multiprocessors // tasks))
 
     def _kernel(self, variant: DecodeKernel) -> LoadedKernel:
         source, arguments = source_of(variant), ARGUMENTS
@@ -140,11 +129,6 @@ class DecodeAttentions:
     def close(self) -> None:
         """Unload the kernels; their launches must not run any more."""
         self._shelf.close()
-
-
-def _halves(variant: DecodeKernel) -> bool:
-    """Whether a block takes half of a multiprocessor, beside one of the launch before and then of the one behind."""
-    return variant.overlap and variant.resident == 2
 
 
 def cut_alike(window: int, parts: int, start: int, rows: int) -> int:
@@ -183,30 +167,19 @@ def source_of(variant: DecodeKernel) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class DecodeAttention:
-    """One attention's kernel and cut: `tiles` of queries for each K/V head, keys in at most `parts`.
-
-    spread: it has one block a multiprocessor, which takes half of it at most; blocks without work stay until all before
-    has ended. The launch behind finds equally much room everywhere, and may start early.
-    """
+    """One attention's kernel and cut: `tiles` of queries for each K/V head, keys in at most `parts`."""
 
     shape: DecodeShape
     sequences: int
     tiles: int
     parts: int
-    blocks: int
-    spread: bool
     variant: DecodeKernel
     kernel: LoadedKernel
 
     @property
-    def tasks(self) -> int:
-        """Groups of blocks whose sums meet."""
-        return self.sequences * self.shape.n_kv_heads * self.tiles
-
-    @property
     def _places(self) -> tuple[int, int, int]:
         """Where sums and states begin in the workspace, and its end."""
-        tasks = self.tasks
+        tasks = self.sequences * self.shape.n_kv_heads * self.tiles
         sums = -(-4 * tasks // 256) * 256
         states = sums + tasks * self.parts * self.variant.queries * self.shape.head_dim * 4
         return sums, states, states + tasks * self.parts * self.variant.queries * 8
@@ -255,6 +228,6 @@ class DecodeAttention:
         scale, cap = (scale / shape.softcap, shape.softcap * _LOG2E) if shape.softcap > 0 else (scale * _LOG2E, 0.0)
         sums, states, _ = self._places
         addresses = (qkv, out, table, workspace, cos, sin, q_norm, k_norm, sinks, k_rows, v_rows)
-        cut = (self.parts, self.tiles, shape.window, sums, states, self.tasks)
-        sizes = (shape.n_heads, shape.n_kv_heads, *cut)
-        return self.kernel.bind(self.blocks, *addresses, eps, scale, cap, 1 / k_scale, 1 / v_scale, *sizes)
+        sizes = (shape.n_heads, shape.n_kv_heads, self.parts, self.tiles, shape.window, sums, states)
+        blocks = self.parts * self.tiles * shape.n_kv_heads * self.sequences
+        return self.kernel.bind(blocks, *addresses, eps, scale, cap, 1 / k_scale, 1 / v_scale, *sizes)

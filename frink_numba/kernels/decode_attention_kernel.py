@@ -4,9 +4,7 @@ A block serves 8 or 16 queries of one K/V head of one sequence (query i of a hea
 over one part of the keys. Its warps first make q in shared memory and those new rows of the mirrors that lie in the
 block's part; then each warp walks through 16 keys at a time, with its own running softmax. The warps' sums meet in
 shared memory. With more than one part, the sums go to the workspace, and the last block to arrive adds them up in the
-parts' order. How many parts there are follows from the length, which the device reads: blocks without a part end. They
-wait for all launches before to end first, so that blocks of the launch behind come where those of the one before were,
-one on each multiprocessor.
+parts' order. How many parts there are follows from the length, which the device reads: blocks without a part end.
 """
 
 from __future__ import annotations
@@ -108,7 +106,7 @@ def build(variant: DecodeKernel) -> tuple[Any, Any]:
 
     def decode_attention(
         qkv, out, table, workspace, cos, sin, q_norm, k_norm, sinks, k_rows, v_rows, eps, scale, cap, k_factor,
-        v_factor, n_heads, n_kv_heads, parts, tiles, window, sums_at, states_at, tasks,
+        v_factor, n_heads, n_kv_heads, parts, tiles, window, sums_at, states_at,
     ):  # fmt: skip
         if OVERLAP:
             launch_dependents()
@@ -123,8 +121,6 @@ def build(variant: DecodeKernel) -> tuple[Any, Any]:
         block = u32(cuda.blockIdx.x)
         task = u32(block // parts)  # of those whose parts meet
         part = u32(block - task * parts)
-        if task >= tasks:
-            return
         head_task = u32(task // tiles)
         tile = u32(task - head_task * tiles)
         sequence = u32(head_task // n_kv_heads)

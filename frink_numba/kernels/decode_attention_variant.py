@@ -37,7 +37,6 @@ ARGUMENTS = (
     ("window", "u32"),  # 0: everything
     ("sums_at", "u32"),  # in the workspace
     ("states_at", "u32"),
-    ("tasks", "u32"),  # of which each has its keys cut into `parts`; blocks behind them all have no work
 )
 
 

@@ -380,7 +380,7 @@ def attention(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> 
 
 
 def decode_attention(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> None:
-    tasks = a.tasks
+    tasks = blocks // a.parts
     sequences = tasks // (a.tiles * a.n_kv_heads)
     records = _records(memory, a.table, sequences)
     for rows, start, bases in records:

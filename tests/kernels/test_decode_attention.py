@@ -96,21 +96,3 @@ def test_requests_that_make_no_sense() -> None:
         DecodeShape(8, 2, 64, rot_dim=65)
     with pytest.raises(ShapeError, match="1 to 8 rows"):
         DecodeAttentions((9, 0), 132).attention(DecodeShape(8, 2, 64), sequences=1, most_rows=9)
-
-
-def test_one_block_a_multiprocessor_where_two_launches_share_it() -> None:
-    """Issue 7: one row of a sequence leaves equally much room everywhere; wide tiles, many sequences, sm_80 do not."""
-
-    def made(heads: int, kv_heads: int, head_dim: int, sequences: int = 1, rows: int = 1, major: int = 9):
-        attentions = DecodeAttentions((major, 0), 132)
-        attentions._kernel = lambda variant: None  # type: ignore[method-assign, assignment, return-value]
-        return attentions.attention(DecodeShape(heads, kv_heads, head_dim), sequences=sequences, most_rows=rows)
-
-    for shape, parts in (((32, 8, 128), 16), ((24, 8, 128), 16), ((9, 3, 64), 32)):
-        attention = made(*shape)
-        assert (attention.blocks, attention.spread, attention.parts) == (132, True, parts)
-    assert not made(32, 8, 128, rows=8).spread
-    assert not made(8, 2, 256).spread
-    assert not made(32, 8, 128, sequences=32).spread
-    attention = made(32, 8, 128, major=8)
-    assert (attention.blocks, attention.spread, attention.parts) == (256, False, 32)

@@ -35,7 +35,7 @@ from frink_numba.layer import RopeLayout
 
 Launch = Callable[[int], None]
 
-NORMS_INSIDE = False  # not before products that norm many rows were seen to be right and no slower on a GPU
+NORMS_INSIDE = False  # right on an H200, but no faster: docs/kernels/gemm.md
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,6 @@ class Launches:
         self._constants: dict[float, int] = {}
         self._image_end: int = 0
         self._number: int | None = None  # of the layer whose launches are made
-        self._spread = False  # whether its attention leaves equally much room everywhere for the launch behind
         self._sequences, self._most_rows = sequences, most_rows or m
         self._made: list[Op] = []
         self._tables: dict[Any, tuple[int, int]] = {}
@@ -176,7 +175,6 @@ class Launches:
         if self._decodes(layer):
             self._add("attention", self._decode_attention(layer, self._attended(layer.scales[2]), record, rows))
         else:
-            self._spread = False
             self._add("prepare", self._prepare(layer, record, rows))
 
     def _layer_rest(self, layer: TensorLayer, record: int, first: int = 0) -> None:
@@ -257,7 +255,6 @@ class Launches:
             softcap=spec.softcap,
         )
         attention = self._kernels.decodes.attention(shape, sequences=self._sequences, most_rows=self._most_rows)
-        self._spread = attention.spread
         cos, sin = self._rotation(layer)
         bound: Launch = attention.bind(
             self._at["qkv"],
@@ -339,12 +336,11 @@ class Launches:
     ) -> None:
         """hidden += product(x), normed first where there is a post-norm."""
         pitch = 4 * shape.hidden
-        alone = op == "o" and not self._spread
         if post_norm is None:
-            self._add(op, self._product(weights, x, hidden, pitch, stage=op, m=m, add=True, alone=alone))
+            self._add(op, self._product(weights, x, hidden, pitch, stage=op, m=m, add=True, alone=op == "o"))
             return
         projected = self._at["projected"]
-        self._add(op, self._product(weights, x, projected, pitch, stage=op, m=m, alone=alone))
+        self._add(op, self._product(weights, x, projected, pitch, stage=op, m=m, alone=op == "o"))
         self._add(f"{op} norm", self._kernels.norm_add(m, shape.hidden, hidden, projected, post_norm, eps))
 
     def _product(
