@@ -40,7 +40,7 @@ from frink_numba.kernels.gemm_plan import TILES, Plan, layouts, make_plan, mma_t
 from frink_numba.kernels.gemm_variant import WgmmaGemm
 from frink_numba.kernels.thin_gemm import ThinGemms, ThinProduct, variant_of
 from frink_numba.kernels.thin_gemm import source_of as thin_source_of
-from frink_numba.kernels.thin_gemm_plan import MOST_ROWS, ThinDevice, thin_plan
+from frink_numba.kernels.thin_gemm_plan import MOST_ROWS_ALONE, ThinDevice, thin_plan
 from frink_numba.quant import KINDS
 from frink_numba.receipt import Row, receipt, write_receipt
 
@@ -179,7 +179,7 @@ class Bench:
 
     def thin(self, case: Case) -> bool:
         """Whether a case is a thin product's."""
-        return self.gemms.tier == "wgmma" and case.m <= MOST_ROWS and self.tokens is None
+        return self.gemms.tier == "wgmma" and case.m <= MOST_ROWS_ALONE and self.tokens is None
 
     def _check(self, case: Case, x: Any, out: Any, out_scale: Any, values: Any, copies: int) -> None:
         torch = self.torch
@@ -269,7 +269,7 @@ def sources(bench: Bench, wanted: Sequence[Case], more: int) -> list[Source]:
     for case in wanted:
         row, epilogue = fragment_kind(case.kind), Epilogue("", bench.half)
         assert row is not None
-        if bench.gemms.tier == "wgmma" and case.m <= MOST_ROWS:
+        if bench.gemms.tier == "wgmma" and case.m <= MOST_ROWS_ALONE:
             thin = thin_plan(row.name, case.m, case.n, case.k, ThinDevice((9, 0), multiprocessors))
             source = thin_source_of(variant_of(thin, row.name, case.k, epilogue, False, True))
         elif bench.gemms.tier == "mma":
