@@ -8,7 +8,6 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from frink_numba.cuda.group import Groups
 from frink_numba.cuda.reasons import cache_reason, static_reason
 from frink_numba.cuda.residency import hold_layers, release_holder
 from frink_numba.cuda.runtime import one_line
+from frink_numba.cuda.settled import Settled
 from frink_numba.cuda.shapes import check_hidden, check_prefix
 from frink_numba.cuda.traffic import Traffic
 from frink_numba.cuda.weights import DeviceLayer
@@ -45,21 +45,6 @@ def create(layers: Sequence[Layer], device: str | None = None) -> CudaBackend:
     return made
 
 
-@dataclass(frozen=True, slots=True)
-class _Settled:
-    """Steps over all layers that ran, and what the next one over the same cache finds unchanged."""
-
-    caches: weakref.ref[Any]
-    sizes: set[tuple[int, int]]  # rows of each, and how many of them had logits
-    positions: int  # for which the caches' K/V rows have room on the device
-    state: tuple[int, int, int, int]  # of the device; nothing here keeps its memory
-
-    def holds(self, device: CudaDevice, step: Step) -> bool:
-        if self.caches() is not step.caches or (step.batch, step.logits) not in self.sizes:
-            return False
-        return step.start_pos + step.rows <= self.positions and self.state == device.state
-
-
 class CudaBackend:
     """Serves runs of layers on one device. Several threads may use it; their runs follow each other.
 
@@ -78,7 +63,7 @@ class CudaBackend:
         self._holder = object()
         self._serve = Serve(str(device))
         self._admission = Admission(device, self._layers, served, self._holder)
-        self._settled: _Settled | None = None
+        self._settled: Settled | None = None
         self._expected = False  # whether weights are repacked, or were
         self._few_rows: tuple[Edges, Callable[[int], int] | None] | None = None
         together = len(served) == len(self._layers) > 0 and device.body.most_sequences > 0
@@ -118,7 +103,7 @@ class CudaBackend:
         """Steps over all layers are about to come: weights are repacked meanwhile, once, if all of them can be held."""
         known = zip(self._layers, self._reasons, strict=True)
         served = [x for x, reason in known if reason is None and not self.device.bank.has(x)]
-        fits = self._admission.total <= self.device.info.memory
+        fits = self.device.memory.allows(self._admission.total, self.device.info.memory)
         if self._expected or not served or not fits or self.device.problem is not None:
             return
         self._expected = True
@@ -284,8 +269,8 @@ class CudaBackend:
                 return
             room = min(self.device.body.room(cache) for cache in step.caches)
             settled, state = self._settled, self.device.state
-            if settled is None or (settled.caches(), settled.positions, settled.state) != (step.caches, room, state):
-                settled = self._settled = _Settled(caches, set(), room, state)
+            if settled is None or not settled.alike(step, room, state):
+                settled = self._settled = Settled(caches, set(), room, state, step.edges)
             settled.sizes.add((step.batch, step.logits))
 
     def _ends(self, l: int, length: int, step: Step, traffic: Traffic) -> Ends:  # noqa: E741

@@ -34,6 +34,11 @@ class MemoryLimit:
         self.last = int(limit if self._ceiling is None else min(limit, self._ceiling))
         return self.last
 
+    def allows(self, nbytes: int, physical: int) -> bool:
+        """Whether so many bytes may be held at all, by the setting and a device's memory; asks no device."""
+        limit = settings.get(_SETTING)
+        return nbytes <= (physical if limit is None else min(limit, physical))
+
     def lower(self, nbytes: int) -> None:
         """Memory ran out while `nbytes` were held: no more than that from now on."""
         self._ceiling = nbytes if self._ceiling is None else min(self._ceiling, nbytes)

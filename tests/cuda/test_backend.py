@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from frink_numba.backend import Backend, Decline, Serve
 from frink_numba.cuda.backend import CudaBackend
+from frink_numba.cuda.settled import Settled
 from frink_numba.errors import ShapeError
 from frink_numba.layer import Activation
 from frink_numba.quant import QuantMatrix
@@ -299,3 +302,20 @@ def test_one_backend_on_two_threads():
         thread.join()
     assert not wrong
     assert backend.stats.runs == 31
+
+
+class Caches:
+    """What a weak reference may point at."""
+
+
+def test_a_step_with_other_edges_is_not_like_the_last_one() -> None:
+    """Their logits may take more room: nothing else than caches, edges, device, rows and places may be the same."""
+    caches, edges, state = Caches(), object(), (1, 2, 3, 4)
+    settled = Settled(weakref.ref(caches), {(4, 1)}, 100, state, edges)
+    step = {"caches": caches, "edges": edges, "batch": 4, "logits": 1, "start_pos": 96, "rows": 4}
+    device = SimpleNamespace(state=state)
+    assert settled.holds(device, SimpleNamespace(**step))
+    changes = {"caches": Caches(), "edges": object(), "batch": 5, "logits": 2, "start_pos": 97}
+    for name, value in {**changes, "edges ": None}.items():
+        assert not settled.holds(device, SimpleNamespace(**step | {name.strip(): value})), name
+    assert not settled.holds(SimpleNamespace(state=(1, 2, 3, 5)), SimpleNamespace(**step))

@@ -152,8 +152,12 @@ def test_layers_of_another_model_do_not_take_what_is_expected() -> None:
     assert device.body._expected is None
 
 
-def test_a_model_beyond_the_devices_memory_is_not_repacked() -> None:
-    backend = CudaBackend(LAYERS, tensor_device(memory_bytes=1 << 12))
+@pytest.mark.parametrize("given", ["", "4K"])
+def test_a_model_beyond_the_devices_memory_is_not_repacked(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor one beyond what FRINK_CUDA_MEMORY allows."""
+    if given:
+        monkeypatch.setenv("FRINK_CUDA_MEMORY", given)
+    backend = CudaBackend(LAYERS, tensor_device() if given else tensor_device(memory_bytes=1 << 12))
     backend.expect(some_edges())
     assert backend.device.body._expected is None
 
