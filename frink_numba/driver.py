@@ -1,13 +1,14 @@
 """What the NVIDIA driver says of itself and its devices, asked through ctypes: no CUDA package is needed or imported.
 
-Sources: the CUDA driver API (cuInit, cuDriverGetVersion, cuDeviceGet*) and NVML (nvmlSystemGetDriverVersion). No
-context is made on any device.
+Sources: the CUDA driver API (cuInit, cuDriverGetVersion, cuDeviceGet*, cuDevicePrimaryCtxRetain) and NVML
+(nvmlSystemGetDriverVersion). Questions make no context on any device.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,13 +46,16 @@ class _DriverError(Exception):
     pass
 
 
-def query_driver() -> Driver:
-    """Ask the driver. Never raises: what is wrong is told in `problem`."""
+def query_driver(*, version: bool = True) -> Driver:
+    """Ask the driver. Never raises: what is wrong is told in `problem`.
+
+    version: whether to ask for its own, which takes as long as all else.
+    """
     try:
-        cuda = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        cuda = _library()
     except OSError:
         return Driver(None, None, (), "no NVIDIA driver is installed (libcuda.so.1 is not found)")
-    version = _nvml_version()
+    own = _nvml_version() if version else None
     cuda_version = None
     try:
         number = ctypes.c_int()
@@ -62,9 +66,35 @@ def query_driver() -> Driver:
         _call(cuda, "cuDeviceGetCount", ctypes.byref(count))
         devices = tuple(_device(cuda, number) for number in range(count.value))
     except (_DriverError, AttributeError) as error:  # AttributeError: the library lacks the function
-        return Driver(version, cuda_version, (), f"the NVIDIA driver is installed but does not answer: {error}")
+        return Driver(own, cuda_version, (), f"the NVIDIA driver is installed but does not answer: {error}")
     problem = None if devices else "the NVIDIA driver finds no device"
-    return Driver(version, cuda_version, devices, problem)
+    return Driver(own, cuda_version, devices, problem)
+
+
+def is_installed() -> bool:
+    """Whether there is a driver to ask; asks it nothing."""
+    try:
+        _library()
+    except OSError:
+        return False
+    return True
+
+
+def make_context(number: int) -> None:
+    """Make the primary context of a device that `query_driver` has found, which stays as long as the process does.
+
+    It takes a tenth of a second, in which Python can do other things. What fails here fails again, and is said, where
+    the context is asked for.
+    """
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    with suppress(OSError, AttributeError):  # AttributeError: the library lacks the function
+        cuda = _library()
+        if cuda.cuDeviceGet(ctypes.byref(handle), ctypes.c_int(number)) == 0:
+            cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)
+
+
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 def _device(cuda: ctypes.CDLL, number: int) -> Device:

@@ -11,13 +11,17 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from frink_numba import settings
 from frink_numba.backend import Backend
 from frink_numba.errors import BackendError, BackendUnavailable, FrinkError, SettingError
 from frink_numba.layer import Layer
 from frink_numba.log import say_once, warn_once
+
+if TYPE_CHECKING:
+    from importlib import metadata
 
 ENTRY_POINT_GROUP = "frink_numba.backends"
 AUTO = "auto"
@@ -40,13 +44,12 @@ class Registered:
     priority: int | None  # None: the factory's own attribute `priority`, read when it is imported
 
     def factory(self) -> Factory:
+        loaded: object = self.source
         if isinstance(self.source, str):
             module, attribute = self.source.split(":")
             loaded = getattr(import_module(module), attribute)
-        elif isinstance(self.source, metadata.EntryPoint):
+        elif not callable(self.source):
             loaded = self.source.load()
-        else:
-            loaded = self.source
         if not callable(loaded):
             raise BackendUnavailable(f"its factory is a {type(loaded).__name__}, not something to call")
         return loaded
@@ -100,6 +103,8 @@ def _read_entry_points() -> None:
         if _entry_points_read:
             return
         _entry_points_read = True
+        from importlib import metadata  # who names what is built in does without it
+
         for point in metadata.entry_points(group=ENTRY_POINT_GROUP):
             if point.name in (AUTO, HOST) or point.name in _registered:
                 warn_once(f"backend plugin {point.value!r} is skipped: the name {point.name!r} is taken")
@@ -156,7 +161,9 @@ def _words(backends: str | Sequence[str], source: str) -> Sequence[str]:
 
 def _check_known(word: str, source: str) -> None:
     name, colon, device = word.partition(":")
-    if name not in known_backends() or (colon and (name == HOST or not device)):
+    with _lock:
+        known = name == HOST or name in _registered
+    if not (known or name in known_backends()) or (colon and (name == HOST or not device)):
         raise BackendError(f"{source}: no backend {word!r}; known: auto, {', '.join(known_backends())}")
 
 

@@ -155,7 +155,7 @@ def test_entry_points_are_read_on_first_use_and_a_broken_one_is_skipped(
         EntryPoint("host", "tests.test_registry:make_fine", registry.ENTRY_POINT_GROUP),
     ]
     monkeypatch.setattr(registry, "_entry_points_read", False)
-    monkeypatch.setattr(registry.metadata, "entry_points", lambda group: points)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points)
     assert known_backends() == ["absent", "cuda", "fine", "host"]
     with caplog.at_level(logging.INFO, "frink_numba"):
         assert resolve_order("auto").names == ("fine", "cuda", "host")

@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import threading
-from importlib import metadata, util
+from importlib import import_module, metadata, util
 from types import TracebackType
 
 from frink_numba import driver, settings
@@ -23,6 +23,10 @@ from frink_numba.cuda.tier import choose_tier
 from frink_numba.cuda.weights import WeightBank
 from frink_numba.errors import BackendUnavailable, DeviceError
 
+_TENSOR_MODULES = (
+    "cuda.bindings.driver",
+    *(f"frink_numba.cuda.{name}" for name in ("driver_runtime", "tensor.body", "tensor.kernels")),
+)
 _LEAST_CAPABILITY = (7, 5)  # the oldest that the toolkit of CUDA 13 compiles for, and that the kernels are built for
 
 
@@ -210,7 +214,7 @@ def visible_devices() -> tuple[driver.Device, ...]:
     forked = _forked(_driver_process)
     if forked is not None:
         raise BackendUnavailable(forked)
-    found = driver.query_driver()
+    found = driver.query_driver(version=False)
     if found.cuda_version is not None:
         _driver_process = _driver_process or os.getpid()
     if found.problem is not None:
@@ -221,6 +225,7 @@ def visible_devices() -> tuple[driver.Device, ...]:
 
 
 def _open(number: int) -> CudaDevice:
+    imports = _import_ahead()
     devices = visible_devices()
     if not 0 <= number < len(devices):
         raise BackendUnavailable(f"there is no device {number}: the driver shows {len(devices)}, counted from 0")
@@ -229,11 +234,34 @@ def _open(number: int) -> CudaDevice:
         major, minor = info.compute_capability
         raise BackendUnavailable(f"{info.name} has compute capability {major}.{minor}, the kernels need 7.5 or newer")
     tier = choose_tier(settings.get("FRINK_CUDA_TIER"), info.compute_capability)
+    if tier != "simt":  # whose context is numba's
+        # Not a daemon: a process that ends at once lets the driver finish.
+        threading.Thread(target=driver.make_context, args=(number,), name="frink-context").start()
+    if imports is not None:
+        imports.join()
     try:
         runtime = make_runtime(tier, number)
         return CudaDevice(info, runtime, make_body(tier, info, runtime, invariant=settings.get("FRINK_INVARIANT")))
     except ImportError as error:
         raise BackendUnavailable(f"numba-cuda cannot be imported: {one_line(error)}") from error
+
+
+def _import_ahead() -> threading.Thread | None:
+    """Import what the tensor-core tiers need while the driver starts, which takes as long and needs no Python.
+
+    What fails here fails again, and is said, where it is needed.
+    """
+    if simulated() or not driver.is_installed() or settings.get("FRINK_CUDA_TIER") == "simt":
+        return None
+
+    def imports() -> None:
+        with contextlib.suppress(Exception):
+            for name in _TENSOR_MODULES:
+                import_module(name)
+
+    thread = threading.Thread(target=imports, name="frink-imports")
+    thread.start()
+    return thread
 
 
 def make_runtime(tier: str, number: int) -> Runtime:

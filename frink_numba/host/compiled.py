@@ -18,7 +18,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +75,8 @@ def compiled(
 @cache
 def _target() -> tuple[str, str]:
     """The processor's name and its features, as LLVM has them; CannotCompile when its code could not be run."""
+    from importlib import metadata  # who computes nothing on the host does without it
+
     try:
         import llvmlite.binding as llvm
 
@@ -126,6 +127,8 @@ def _digest(name: str, sources: Sequence[str]) -> str:
 
 @cache
 def _toolchain() -> str:
+    from importlib import metadata
+
     versions = (sys.implementation.cache_tag, metadata.version("numba"), metadata.version("llvmlite"))
     return repr((*versions, platform.system(), *_target()))
 

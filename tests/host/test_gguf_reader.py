@@ -256,6 +256,16 @@ def test_limits_hold_where_the_file_would_be_long_enough(tmp_path: Path) -> None
         assert time.perf_counter() - start < 1
 
 
+def test_strings_of_any_length_follow_each_other(tmp_path: Path) -> None:
+    """A length of 256 bytes or more lies in more than one byte of its word, wherever it stands among short ones."""
+    path = tmp_path / "lengths.gguf"
+    for lengths in ([0], [0, 0, 0], [255, 1], [256, 1], [1, 256], [3, 70_000, 0, 255, 2], [1, 257, 65_536]):
+        texts = [chr(97 + number) * length for number, length in enumerate(lengths)]
+        path.write_bytes(gguf([key("k", ARRAY, array(STRING, len(texts), b"".join(map(string, texts))))]))
+        with GgufFile.open(path) as file:
+            assert file.metadata["k"] == texts
+
+
 def test_string_arrays_share_their_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_format, "MAX_ARRAY_STRINGS", 3)
     two = array(STRING, 2, string("a") + string("b"))
