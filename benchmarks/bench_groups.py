@@ -3,8 +3,8 @@
     python -m benchmarks.bench_groups --shapes smollm2,8b --receipt benchmarks/receipts/groups-h200.json
 
 Texts: 64 prompts of 64 tokens, each to its last logits, or to the probabilities of all its tokens; nobody keeps their
-K/V rows. The baseline is one prompt of 4096 tokens in chunks, whose rows are kept. Tokens: one step of S answers behind
-64 tokens each, greedy, rows pushed. The baseline is one answer alone, whose tokens the device chooses 16 at a time.
+K/V rows. The baseline is one prompt of 4096 tokens in chunks, whose rows are kept. Tokens: S answers together behind 64
+tokens each, greedy, rows pushed; the device chooses 16 of each at a time. The baseline is one answer alone, likewise.
 Shapes have random weights (see `bench_prefill.py`).
 """
 
@@ -96,7 +96,7 @@ class Bench:
         return step
 
     def tokens(self, count: int) -> Callable[[], None]:
-        """A greedy token of each of `count` answers."""
+        """AHEAD greedy tokens of each of `count` answers."""
         caches = [self.cache(1024) for _ in range(count)]
         self.run(caches, TEXT_TOKENS, logits=1)
 
@@ -104,7 +104,8 @@ class Bench:
             if caches[0].positions > 200:
                 for cache in caches:
                     cache.truncate(TEXT_TOKENS)
-            self.run(caches, 1, logits=1, ahead=1, choices=self.shape.vocabulary)
+            results = self.run(caches, 1, logits=1, ahead=AHEAD, choices=self.shape.vocabulary)
+            assert all(result.tokens is not None and len(result.tokens) == AHEAD for result in results)
 
         return step
 
@@ -147,7 +148,7 @@ def measure(name: str, backends: str, what: Sequence[str], counts: Sequence[int]
     if "tokens" in what:
         single = add("one answer alone", AHEAD, bench.alone(), "", None)
         for count in counts:
-            add(f"{count} answers together", count, bench.tokens(count), "one answer alone", single)
+            add(f"{count} answers together", AHEAD * count, bench.tokens(count), "one answer alone", single)
     bench.walk.close()
     return rows
 

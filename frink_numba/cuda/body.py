@@ -78,7 +78,7 @@ class Member:
 
     tokens: int [rows]. cache: the K/V cache of all layers, which lends room as a whole; None: nobody keeps the rows.
     logits: of so many of the last rows; of their logits `choose` wants the likeliest token alone, among so many, and
-    `targets`, int [logits], how likely these are.
+    `targets`, int [logits], how likely these are. ahead: of one row, so many tokens are chosen one after the other.
     """
 
     tokens: np.ndarray
@@ -87,11 +87,20 @@ class Member:
     logits: int
     choose: int = 0
     targets: np.ndarray | None = None
+    ahead: int = 0
+
+    @property
+    def rows(self) -> int:
+        """New positions at most."""
+        return max(len(self.tokens), self.ahead)
 
 
 @dataclass(slots=True)
 class Share:
-    """A member's part of a group's answer; `rows`: each layer's K and V, or the lease that they were written to."""
+    """A member's part of a group's answer; `rows`: each layer's K and V, or the lease that they were written to.
+
+    tokens: those of its rows, or of a group that goes ahead those chosen one after the other; -1: from no numbers.
+    """
 
     hidden: np.ndarray | None
     rows: Sequence[Rows]

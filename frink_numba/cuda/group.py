@@ -43,7 +43,7 @@ class Groups:
             if not (self._lends(step) if step.keep else step.start_pos == 0):
                 return False
         assert first.edges is not None  # it is known
-        members = [member(step) for step in steps]
+        members = [member(step, body.most_ahead) for step in steps]
         rows = sum(self._row_bytes(one, self._capacity(one)) for one in members)
         need = (
             self._weights + body.edges_bytes(first.edges) + rows + body.group_bytes(self._layers, first.edges, members)
@@ -54,7 +54,7 @@ class Groups:
         """Run them; under `device.working()`. Raises what the device raises."""
         edges, device = steps[0].edges, self._device
         assert edges is not None  # `serves` has seen it
-        members = [member(step) for step in steps]
+        members = [member(step, device.body.most_ahead) for step in steps]
         resident, held, block = self._make_room(edges, members, traffic)
         last = len(self._layers) - 1
         hidden = any(last in step.hidden_after for step in steps)
@@ -93,7 +93,7 @@ class Groups:
         """Positions that the member's mirrors will hold."""
         if one.cache is None:
             return 0
-        wanted, room = one.start_pos + len(one.tokens), self._device.body.group_room(one.cache)
+        wanted, room = one.start_pos + one.rows, self._device.body.group_room(one.cache)
         if room >= wanted:
             return int(room)
         if room:
@@ -135,11 +135,12 @@ class Groups:
         return resident, held, arena.reserve(scratch, 0)
 
 
-def member(step: Step) -> Member:
-    """A step as one of a group."""
+def member(step: Step, most_ahead: int) -> Member:
+    """A step as one of a group, which goes ahead by so many tokens at most."""
     tokens = step.tokens
     assert tokens is not None  # `Groups.serves` has seen it
     cache = step.caches if step.keep else None
-    choose = step.choices if step.ahead == 1 else 0
+    choose = step.choices if step.ahead else 0
     targets = None if step.targets is None else np.asarray(step.targets)
-    return Member(tokens, step.start_pos, cache, step.logits, choose, targets)
+    ahead = min(step.ahead, most_ahead) if step.keep and not step.hidden_after else min(step.ahead, 1)
+    return Member(tokens, step.start_pos, cache, step.logits, choose, targets, ahead)

@@ -27,7 +27,7 @@ from frink_numba.host.integers import checked_integer, shown
 from frink_numba.host.kv_cache import KVCache
 from frink_numba.host.model import Model
 from frink_numba.host.parts import Output, Part
-from frink_numba.host.sampling import NOT_NUMBERS, most_likely
+from frink_numba.host.sampling import most_likely
 from frink_numba.host.step_runner import StepRunner
 from frink_numba.layer import Layer
 from frink_numba.plan import CacheAt, Plan
@@ -176,12 +176,13 @@ class Decoder:
         return self.prefill((token,), cache, start=start)
 
     def decode_batch(
-        self, tokens: Sequence[int], caches: Sequence[KVCache], *, greedy: bool = False, stage: bool = False
+        self, tokens: Sequence[int], caches: Sequence[KVCache], *, ahead: int = 0, stage: bool = False
     ) -> list[Output]:
         """Run one token at the end of each of several caches, all in one step: as `decode`, for each.
 
-        `greedy`: the answers' `token` is the likeliest next one where a backend chooses it by itself, and `logits` are
-        None then. `stage`: rows are written, and do not count until `cache.advance` says so.
+        `ahead` n: where a backend chooses tokens by itself, an output's `tokens` are the likeliest next one, the one
+        behind that, and so on: 1 to n, as many as all contexts have room for; `logits` are None then, and the rows of
+        all but the last are pushed too. `stage`: rows are written, and do not count until `cache.advance` says so.
         FrinkError where a backend finds logits that are not numbers.
         """
         layers, context = self._open().layers, self.model.context_length
@@ -189,13 +190,17 @@ class Decoder:
         held = checked_caches(caches, len(ids))
         for number, cache in enumerate(held):
             about(number, check_cache, cache, layers, context, 1)
-        choices = self.model.tokenizer.vocab_size if greedy else 0
+        ahead = checked_integer("ahead", ahead, 0)
+        choices = self.model.tokenizer.vocab_size if ahead else 0
+        ahead = min([ahead, *(cache.context_length - cache.positions for cache in held)])
+        for cache in held if ahead else ():
+            cache.reserve(ahead)
         parts = [
             Part(
                 *(ids[at : at + 1], 0, 1, cache, frozenset(), Output()),
-                stage=stage or greedy,
+                stage=stage or ahead > 0,
                 hands_over=True,
-                ahead=int(greedy),
+                ahead=ahead,
                 choices=choices,
             )
             for at, cache in enumerate(held)
@@ -204,12 +209,10 @@ class Decoder:
             self._run(parts[first : first + MOST_SEQUENCES])
         for part in parts:
             if part.chosen is not None:
-                part.output.token = int(part.chosen[0])
-                if part.output.token < 0:
-                    raise FrinkError(NOT_NUMBERS)
-        if greedy and not stage:
-            for cache in held:
-                cache.advance()
+                part.output.tokens = part.tokens()
+        if ahead and not stage:
+            for part in parts:
+                part.cache.advance(1 if part.output.tokens is None else len(part.output.tokens))
         return [part.output for part in parts]
 
     def decode_ahead(self, token: int, cache: KVCache, most: int, *, stage: bool = False) -> list[int]:
@@ -230,13 +233,7 @@ class Decoder:
         part = Part(ids, 0, 1, cache, frozenset(), output, stage=True, ahead=most, choices=choices)
         self._run([part])
         assert output.logits is not None
-        if part.chosen is None:
-            chosen = [most_likely(output.logits[:choices])]
-        else:
-            unknown = np.flatnonzero(part.chosen < 0)
-            chosen = part.chosen[: unknown[0] if len(unknown) else None].tolist()
-            if not chosen:
-                raise FrinkError(NOT_NUMBERS)
+        chosen = [most_likely(output.logits[:choices])] if part.chosen is None else part.tokens()
         if not stage:
             cache.advance(len(chosen))
         return chosen

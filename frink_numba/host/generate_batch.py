@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -13,11 +14,14 @@ from frink_numba.host.batch import MOST_SEQUENCES
 from frink_numba.host.checks import about
 from frink_numba.host.integers import checked_integer
 from frink_numba.host.sampling import Sampler, Sampling, most_likely
+from frink_numba.host.token_source import MOST_AHEAD, Pace
 
 if TYPE_CHECKING:
     from frink_numba.host.decoder import Decoder, Progress
     from frink_numba.host.kv_cache import KVCache
     from frink_numba.host.parts import Output
+
+_AHEAD_OF_WAITING = 8  # tokens, while prompts wait: an answer that ends leaves its place empty so long
 
 
 class BatchAnswer(Answer):
@@ -63,6 +67,7 @@ class BatchGeneration(Iterator[tuple[int, Piece]]):
         ]
         for number, answer in enumerate(self.answers):
             about(number, decoder.check_prompt, answer.prompt_tokens, answer.cache)
+        self._steps = Pace()
         self._pieces = self._run(chunk_size, progress)
 
     def __next__(self) -> tuple[int, Piece]:
@@ -77,21 +82,25 @@ class BatchGeneration(Iterator[tuple[int, Piece]]):
         while waiting or going:
             fresh = [waiting.popleft() for _ in range(min(len(waiting), MOST_SEQUENCES - len(going)))]
             begun = self._begin(fresh, chunk_size, progress) if fresh else []
-            chosen = self._go_on(going) if going else []
-            for number, token in [*zip(going, chosen, strict=True), *zip(fresh, begun, strict=True)]:
-                answer = self.answers[number]
-                if answer.tokens:
-                    if not answer.cache.staged:  # it was changed since: its token is chosen anew in the next round
+            chosen = self._go_on(going, bool(waiting)) if going else []
+            turns = [*zip(going, chosen, strict=True), *zip(fresh, begun, strict=True)]
+            for place in range(max(len(tokens) for _, tokens in turns)):
+                for number, tokens in turns:
+                    answer = self.answers[number]
+                    if place >= len(tokens) or answer.finish_reason is not None:
                         continue
-                    answer.cache.advance()
-                piece = answer.add(token)
-                if answer.finish_reason is not None and not self._keep:
-                    answer.cache = self._decoder.new_cache()  # its rows may be many
-                yield number, piece
+                    if answer.tokens:
+                        if not answer.cache.staged:  # changed since: its tokens are chosen anew in the next round
+                            continue
+                        answer.cache.advance()
+                    piece = answer.add(tokens[place])
+                    if answer.finish_reason is not None and not self._keep:
+                        answer.cache = self._decoder.new_cache()  # its rows may be many
+                    yield number, piece
             going = [number for number in [*going, *fresh] if self.answers[number].finish_reason is None]
 
-    def _begin(self, numbers: Sequence[int], chunk_size: int | None, progress: Progress | None) -> list[int]:
-        """Run prompts; the first token of each answer."""
+    def _begin(self, numbers: Sequence[int], chunk_size: int | None, progress: Progress | None) -> list[list[int]]:
+        """Run prompts; the first token of each answer, alone in a list."""
         answers = [self.answers[number] for number in numbers]
         for answer in answers:
             if self._most_new is not None:  # at once what it may need, so that nothing is moved as it grows
@@ -107,24 +116,30 @@ class BatchGeneration(Iterator[tuple[int, Piece]]):
         )
         return [self._chosen(answer, output) for answer, output in zip(answers, outputs, strict=True)]
 
-    def _go_on(self, numbers: Sequence[int]) -> list[int]:
-        """Run the last token of each answer, whose rows are staged; the token behind it."""
+    def _go_on(self, numbers: Sequence[int], waiting: bool) -> list[list[int]]:
+        """Run the last token of each answer, whose rows are staged; the tokens behind it."""
         answers = [self.answers[number] for number in numbers]
         greedy = all(answer.sampler is None for answer in answers)
+        most = min(self._steps.ahead, _AHEAD_OF_WAITING if waiting else MOST_AHEAD)
+        if self._most_new is not None:
+            most = min([most, *(self._most_new - len(answer.tokens) for answer in answers)])
+        start = time.perf_counter()
         outputs = self._decoder.decode_batch(
             [answer.tokens[-1] for answer in answers],
             [answer.cache for answer in answers],
-            greedy=greedy,
+            ahead=most if greedy else 0,
             stage=True,
         )
-        return [self._chosen(answer, output) for answer, output in zip(answers, outputs, strict=True)]
+        chosen = [self._chosen(answer, output) for answer, output in zip(answers, outputs, strict=True)]
+        self._steps.took(max(map(len, chosen)), time.perf_counter() - start)
+        return chosen
 
-    def _chosen(self, answer: BatchAnswer, output: Output) -> int:
-        if output.token is not None:
-            return output.token
+    def _chosen(self, answer: BatchAnswer, output: Output) -> list[int]:
+        if output.tokens is not None:
+            return output.tokens
         assert output.logits is not None
         logits: np.ndarray = output.logits[: self._vocabulary]
-        return most_likely(logits) if answer.sampler is None else answer.sampler.choose(logits)
+        return [most_likely(logits) if answer.sampler is None else answer.sampler.choose(logits)]
 
     @staticmethod
     def _room(answer: BatchAnswer) -> int:

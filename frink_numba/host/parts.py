@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from frink_numba.backend import Edges, Step
+from frink_numba.errors import FrinkError
 from frink_numba.host.edges import embed
 from frink_numba.host.kv_cache import KVCache
 from frink_numba.host.model import Model
+from frink_numba.host.sampling import NOT_NUMBERS
 from frink_numba.layer import Layer
 
 
@@ -20,13 +22,14 @@ class Output:
 
     `logits` float32: [vocab] of the last token, [n, vocab] of all, or None. `hidden`: for each layer asked for the
     hidden batch that it hands on, float32 [n, hidden], before the final norm. `scores`: of each target that was given,
-    the natural logarithm of its probability, float64 [n]. `token`: the likeliest one, where that alone was asked for.
+    the natural logarithm of its probability, float64 [n]. `tokens`: the likeliest one and those behind it, where these
+    alone were asked for.
     """
 
     logits: np.ndarray | None = None
     hidden: dict[int, np.ndarray] = field(default_factory=dict)
     scores: np.ndarray | None = None
-    token: int | None = None
+    tokens: list[int] | None = None
 
 
 @dataclass(slots=True)
@@ -71,6 +74,15 @@ class Part:
         if logits.ndim == 2:
             return logits[self.first : self.last]
         return logits[None] if self.last == len(self.ids) else None
+
+    def tokens(self) -> list[int]:
+        """What was chosen, but what comes from logits that are no numbers; FrinkError where that is all."""
+        assert self.chosen is not None  # a backend has gone ahead
+        unknown = np.flatnonzero(self.chosen < 0)
+        tokens: list[int] = self.chosen[: unknown[0] if len(unknown) else None].tolist()
+        if not tokens:
+            raise FrinkError(NOT_NUMBERS)
+        return tokens
 
     def step(self, layers: Sequence[Layer], edges: Edges | None, model: Model) -> Step:
         """Its step."""

@@ -67,25 +67,34 @@ class OneByOne:
         return [self._sampler.choose(output.logits[: self._vocabulary])]
 
 
-class Greedy:
-    """The most likely tokens, as many at a time as a backend can choose by itself.
+class Pace:
+    """How many tokens are chosen `ahead` of the reader next.
 
     The first comes alone, so that it comes soon; then four times as many each time, as long as these come soon too.
     """
 
+    def __init__(self, most: int = MOST_AHEAD) -> None:
+        self._most, self.ahead = most, 1
+
+    def took(self, tokens: int, seconds: float) -> None:
+        """So many came, at least one, in such a time; where no backend goes ahead, it is one."""
+        in_time = int(tokens * MOST_SECONDS / max(seconds, 1e-9))
+        self.ahead = max(1, min(4 * tokens, self._most, in_time))
+
+
+class Greedy:
+    """The most likely tokens, as many at a time as a backend can choose by itself."""
+
     def __init__(self, decoder: Decoder, cache: KVCache, most_ahead: int = MOST_AHEAD) -> None:
-        self._decoder, self._cache, self._most_ahead = decoder, cache, most_ahead
-        self._next = 1
+        self._decoder, self._cache, self._pace = decoder, cache, Pace(most_ahead)
 
     def first(self, prompt: Sequence[int], logits: np.ndarray) -> int:
         return most_likely(logits)
 
     def more(self, tokens: Sequence[int], most: int) -> Sequence[int]:
         start = time.perf_counter()
-        chosen = self._decoder.decode_ahead(tokens[-1], self._cache, min(most, self._next), stage=True)
-        in_time = int(len(chosen) * MOST_SECONDS / max(time.perf_counter() - start, 1e-9))
-        # Where no backend goes ahead, one is answered.
-        self._next = max(1, min(4 * len(chosen), self._most_ahead, in_time))
+        chosen = self._decoder.decode_ahead(tokens[-1], self._cache, min(most, self._pace.ahead), stage=True)
+        self._pace.took(len(chosen), time.perf_counter() - start)
         return chosen
 
 

@@ -25,6 +25,12 @@ TIERS = ("wgmma", "mma")
 ERROR = len(LAYERS) * LIMIT  # layer after layer, and the head
 
 
+@pytest.fixture
+def segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many segments as a run can have, however few rows there are."""
+    monkeypatch.setattr(cuts, "_SEGMENT_BYTES", 1)
+
+
 def backend_on(device=None) -> CudaBackend:
     return CudaBackend(LAYERS, tensor_device() if device is None else device)
 
@@ -191,6 +197,70 @@ def test_logits_that_are_no_numbers_choose_minus_one():
     assert min(tokens[0], tokens[2]) >= 0
 
 
+def one_by_one(backend: CudaBackend, caches: Sequence[KVCache], tokens: Sequence[int], count: int) -> np.ndarray:
+    """Tokens [count, sequences] that groups choose one at a time, their rows pushed."""
+    chosen, now = [], list(tokens)
+    for _ in range(count):
+        runs = run_group(backend, greedy_steps(caches, now, 1))
+        now = [int(run.tokens[0]) for run in runs]
+        for cache, run in zip(caches, runs, strict=True):
+            cache.push(run.kv_rows)
+        chosen.append(now)
+    return np.array(chosen)
+
+
+def greedy_steps(caches: Sequence[KVCache], tokens: Sequence[int], ahead: int) -> list[Step]:
+    steps = steps_over(caches, [1] * len(caches), ahead=ahead, choices=VOCABULARY)
+    for step, token in zip(steps, tokens, strict=True):
+        step.tokens = np.array([token])
+    return steps
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("count", [3, 5])
+def test_a_group_goes_ahead(tier: str, count: int, segments: None):
+    """Tokens and rows are those of steps one after the other, to the bit, with one wait; then it goes on from there."""
+    plain, ahead = backend_on(tensor_device(tier)), backend_on(tensor_device(tier))
+    theirs, mine = ([cache_at(backend, 2 + 3 * at, at) for at in range(count)] for backend in (plain, ahead))
+    tokens: Sequence[int] = range(count)
+    for size in (7, 4):
+        want = one_by_one(plain, theirs, tokens, size)
+        before = ahead.stats.synchronizations
+        runs = run_group(ahead, greedy_steps(mine, tokens, size))
+        assert ahead.stats.synchronizations - before == 1
+        np.testing.assert_array_equal(np.stack([run.tokens for run in runs], axis=1), want)
+        for cache, run in zip(mine, runs, strict=True):
+            cache.push(run.kv_rows)
+        tokens = want[-1].tolist()
+    for one, other in zip(mine, theirs, strict=True):
+        for got, rows in zip(one, other, strict=True):
+            for part, truth in zip(got.prefix(), rows.prefix(), strict=True):
+                np.testing.assert_array_equal(part, truth)
+
+
+def test_how_far_a_group_goes_ahead():
+    """As far as the least of its members wants, and the body can; one token where a member has more than a row."""
+    backend = backend_on()
+    caches = [cache_at(backend, 4, at) for at in range(2)]
+    steps = greedy_steps(caches, [1, 2], 5)
+    steps[1].ahead = 3
+    assert [len(run.tokens) for run in run_group(backend, steps)] == [3, 3]
+    assert [len(run.tokens) for run in run_group(backend, greedy_steps(caches, [1, 2], 500))] == [32, 32]
+    steps = steps_over(caches, [1, 2], ahead=5, choices=VOCABULARY)
+    assert [len(run.tokens) for run in run_group(backend, steps)] == [1, 1]
+
+
+def test_what_follows_from_no_numbers_is_no_token():
+    backend = backend_on()
+    caches = [cache_at(backend, 3, at) for at in range(2)]
+    rows = random_rows(LAYERS, 1, 9)
+    rows[1][0][0, 0, 0] = np.nan
+    caches[1].push(rows)
+    tokens = [run.tokens.tolist() for run in run_group(backend, greedy_steps(caches, [1, 2], 4))]
+    assert min(tokens[0]) >= 0
+    assert tokens[1] == [-1] * 4
+
+
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("keep", [True, False])
 def test_scores_of_given_tokens(tier: str, keep: bool):
@@ -215,30 +285,27 @@ def test_scores_of_given_tokens(tier: str, keep: bool):
 # --- streams, failures, memory ---
 
 
-@pytest.fixture
-def segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many segments as a run can have, however few rows there are."""
-    monkeypatch.setattr(cuts, "_SEGMENT_BYTES", 1)
-
-
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("schedule", ["lazy", "reversed", "random"])
-def test_no_order_of_the_streams_changes_a_bit(schedule: str, segments: None):
+def test_no_order_of_the_streams_changes_a_bit(schedule: str, ahead: bool, segments: None):
     """Events alone order the streams: rows are in the caches before anybody looks, and not written over before."""
     want = None
     for seed in range(-1, 4 if schedule == "random" else 1):
         backend = backend_on(tensor_device(schedule="issue" if seed < 0 else schedule, seed=seed))
-        steps = steps_over([cache_at(backend, 2 * at, at) for at in range(3)], [4, 1, 7])
+        caches = [cache_at(backend, 2 * at, at) for at in range(3)]
+        steps = greedy_steps(caches, [1, 2, 3], 4) if ahead else steps_over(caches, [4, 1, 7])
         got = [part.copy() for run in run_group(backend, steps) for pair in run.kv_rows for part in pair]
         want = got if want is None else want
         for one, other in zip(got, want, strict=True):
             np.testing.assert_array_equal(one, other)
 
 
-def test_a_failure_at_any_call_leaves_no_trace():
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_failure_at_any_call_leaves_no_trace(ahead: bool):
     """R10, R21: whichever call fails, caches stay, the failure is said, and the next group is right."""
     clean = backend_on()
-    steps = steps_over([cache_at(clean, 2 + at, at) for at in range(3)], [2, 1, 5])
-    run_group(clean, steps)
+    clean_caches = [cache_at(clean, 2 + at, at) for at in range(3)]
+    run_group(clean, greedy_steps(clean_caches, [1, 2, 3], 3) if ahead else steps_over(clean_caches, [2, 1, 5]))
     calls = len(clean.device.runtime.calls)
     failed = 0
     for at in range(0, calls, 3):
@@ -247,7 +314,7 @@ def test_a_failure_at_any_call_leaves_no_trace():
         held = [[part.copy() for layer in cache for part in layer.prefix()] for cache in caches]
         runtime = backend.device.runtime
         runtime.fail_at = len(runtime.calls) + at
-        group = steps_over(caches, [2, 1, 5])
+        group = greedy_steps(caches, [1, 2, 3], 3) if ahead else steps_over(caches, [2, 1, 5])
         assert backend.serves_group(group) is not None
         failed += backend.run_group(group) is None
         runtime.fail_at = None
@@ -255,6 +322,7 @@ def test_a_failure_at_any_call_leaves_no_trace():
             for part, was in zip((part for layer in cache for part in layer.prefix()), rows, strict=True):
                 np.testing.assert_array_equal(part, was)
         if at % 7 < 2:
+            group = steps_over(caches, [2, 1, 5])
             assert max(map(worst_error, group, run_group(backend, group))) < ERROR
     assert failed > calls // 6
 
@@ -280,7 +348,7 @@ def needs(backend: CudaBackend, steps: Sequence[Step]) -> int:
         for layer in LAYERS
     )
     weights = sum(body.layer_bytes(layer) for layer in LAYERS) + body.edges_bytes(EDGES)
-    return weights + rows + body.group_bytes(LAYERS, EDGES, [member(step) for step in steps])
+    return weights + rows + body.group_bytes(LAYERS, EDGES, [member(step, 32) for step in steps])
 
 
 @pytest.mark.parametrize("keep", [True, False])

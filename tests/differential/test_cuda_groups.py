@@ -122,7 +122,7 @@ def test_texts_whose_rows_nobody_keeps(size: str, tier: str):
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_the_likeliest_tokens(tier: str):
-    """The chosen token is the largest of the logits that the same group answers."""
+    """The chosen token is the largest of the logits that the same group answers; going ahead is going one by one."""
     model, size = layers("small"), "small"
     backend = CudaBackend(model, device_of(tier))
     try:
@@ -135,5 +135,23 @@ def test_the_likeliest_tokens(tier: str):
             runs = backend.run_group(greedy)
             assert runs is not None
             assert [int(run.tokens[0]) for run in runs] == logits.argmax(axis=1).tolist()
+            ahead = backend.run_group(
+                steps_over(size, caches, [1] * count, count, logits=1, ahead=20, choices=VOCABULARY)
+            )
+            assert ahead is not None
+            made = [run.tokens.copy() for run in ahead]
+            rows = [[part.copy() for pair in run.kv_rows for part in pair] for run in ahead]
+            for at in range(20):  # the same, one at a time
+                for step, tokens in zip(greedy, made, strict=True):
+                    step.start_pos = step.caches.positions
+                    if at:
+                        step.tokens = tokens[at - 1 : at]
+                runs = backend.run_group(greedy)
+                assert runs is not None
+                assert [int(run.tokens[0]) for run in runs] == [int(tokens[at]) for tokens in made]
+                for step, run, truth in zip(greedy, runs, rows, strict=True):
+                    for part, want in zip((p for pair in run.kv_rows for p in pair), truth, strict=True):
+                        np.testing.assert_array_equal(part, want[at : at + 1])
+                    step.caches.push(run.kv_rows)
     finally:
         backend.close()

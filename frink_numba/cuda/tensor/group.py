@@ -38,13 +38,15 @@ class GroupRun:
         self._runtime, self._mirrors, self._work, self._traffic = runtime, mirrors, work, traffic
         self._layers, self._members, self._ranges = layers, members, ranges
         self._keep = members[0].cache is not None
+        self._ahead = _ahead(members)
         self._wholes: list[Whole] = []
+        self._images: list[np.ndarray] = []  # page-locked, until all of them have gone up
 
     def take_mirrors(self) -> None:
         """Room on the device for the new rows of every member that has a cache."""
         shapes = [layer.shape for layer in self._layers]
         for member in self._members if self._keep else ():
-            positions = member.start_pos + len(member.tokens)
+            positions = member.start_pos + member.rows
             self._wholes.append(self._mirrors.whole(shapes, member.cache, positions, self._work.compute))
 
     def incomplete(self) -> Iterator[tuple[TensorLayer, Mirror, KvSource, int]]:
@@ -60,26 +62,14 @@ class GroupRun:
                 whole.known_rows(member.cache)
 
     def go(self, program: GroupProgram, edges: TensorEdges, hidden: bool) -> list[Share]:
-        """Run it; when this returns, everything has come down. `hidden`: whether the hidden batch does."""
+        """Run it; when this returns, everything has come down. `hidden`: whether the hidden batch does.
+
+        Steps that go ahead are queued one behind the other: the host describes one while the device runs the last.
+        """
         runtime, work = self._runtime, self._work
         stream, lend = work.compute, work.pinned.lend
         rows, leases = self._places()
-        image = lend(program.image.nbytes)
-        np.copyto(image, program.step(self._members, self._wholes, leases))
-        runtime.send(program.step_address, image, stream)
-        if not self._keep:
-            runtime.zero(*program.mirror, stream)
-        for number, segment in enumerate(program.segments):
-            slot = number % 2
-            if number >= 2:  # the rows of the segment that was here before must be down
-                runtime.wait(work.rows_down[slot], stream)
-            launch(segment, runtime, stream, self._ranges, 0)
-            if self._keep:
-                runtime.record(work.rows_ready[slot], stream)
-                runtime.wait(work.rows_ready[slot], work.downloads)
-                program.stores[number](runtime.handle(work.downloads))
-                runtime.record(work.rows_down[slot], work.downloads)
-        answer = self._heads(program, edges)
+        answers = [self._step(program, edges, leases, number) for number in range(self._ahead)]
         batch = None
         if hidden:
             width = self._layers[0].shape.hidden
@@ -87,15 +77,46 @@ class GroupRun:
             batch = Carver(lend(float_bytes(total * width))).array((total, width))
             runtime.fetch(batch, program.hidden, stream)
             self._traffic.hidden_down += batch.nbytes
-        if self._keep:
-            for slot in range(min(2, len(program.segments))):
-                runtime.wait(work.rows_down[slot], stream)
+        self._rows_down(program)
         runtime.synchronize(stream)
         self._traffic.synchronizations += 1
         self._traffic.runs += 1
         for whole, lease in zip(self._wholes, leases, strict=True):
             whole.lease = lease if isinstance(lease, Sequence) else None
-        return self._shares(program.shape.make, rows, batch, answer)
+        return self._shares(program.shape.make, rows, batch, answers)
+
+    def _rows_down(self, program: GroupProgram) -> None:
+        """Let what follows wait until the rows of the last two segments are down."""
+        for slot in range(min(2, len(program.segments)) if self._keep else 0):
+            self._runtime.wait(self._work.rows_down[slot], self._work.compute)
+
+    def _step(
+        self, program: GroupProgram, edges: TensorEdges, leases: Sequence[Any], number: int
+    ) -> tuple[np.ndarray, ...]:
+        """Queue one step: so many positions behind the members' own, from their tokens or from those chosen last."""
+        runtime, work = self._runtime, self._work
+        stream = work.compute
+        image = work.pinned.lend(program.image.nbytes)
+        self._images.append(image)
+        np.copyto(image, program.step(self._members, self._wholes, leases, number))
+        if number:  # the rows of the step before are taken from where the image tells
+            self._rows_down(program)
+        runtime.send(program.step_address, image, stream)
+        if number:
+            runtime.move(program.ids, program.chosen, 4 * len(self._members), stream)
+        if not self._keep:
+            runtime.zero(*program.mirror, stream)
+        for at, segment in enumerate(program.segments):
+            slot = at % 2
+            if at >= 2:  # the rows of the segment that was here before must be down
+                runtime.wait(work.rows_down[slot], stream)
+            launch(segment, runtime, stream, self._ranges, 0)
+            if self._keep:
+                runtime.record(work.rows_ready[slot], stream)
+                runtime.wait(work.rows_ready[slot], work.downloads)
+                program.stores[at](runtime.handle(work.downloads))
+                runtime.record(work.rows_down[slot], work.downloads)
+        return self._heads(program, edges)
 
     def forget(self) -> None:
         """What the mirrors hold of the members' rows is not known any more."""
@@ -138,7 +159,7 @@ class GroupRun:
         places: list[Any] = []
         row_bytes = sum(8 * layer.shape.kv_width for layer in self._layers)
         for member, whole in zip(self._members, self._wholes, strict=True):
-            cache, count = member.cache, len(member.tokens)
+            cache, count = member.cache, self._ahead if self._ahead > 1 else len(member.tokens)
             lease = cache.lend(count)
             if whole.places is not lease.places:
                 pinned = cache.dtype == np.float32 and all(map(self._work.pinned.owns, lease.places.owners))
@@ -154,23 +175,34 @@ class GroupRun:
         return rows, places
 
     def _shares(
-        self, make: str, rows: list[Sequence[Rows]], batch: np.ndarray | None, answer: tuple[np.ndarray, ...]
+        self, make: str, rows: list[Sequence[Rows]], batch: np.ndarray | None, answers: list[tuple[np.ndarray, ...]]
     ) -> list[Share]:
         shares, first, row = [], 0, 0
+        if make == "tokens":
+            chosen, scores = (np.stack(arrays) for arrays in zip(*answers, strict=True))
+            # What follows from no number is no token.
+            chosen[np.logical_or.accumulate(np.isnan(scores), axis=0)] = -1
         for member, own in zip(self._members, rows, strict=True):
             share = Share(None if batch is None else batch[row : row + len(member.tokens)], own)
             row += len(member.tokens)
             if member.logits:
-                part = [array[first : first + member.logits] for array in answer]
-                first += member.logits
+                mine = slice(first, first + member.logits)
+                first = mine.stop
                 if make == "logits":
-                    share.logits = part[0]
+                    share.logits = answers[0][0][mine]
                 elif make == "scores":
-                    share.scores = part[0]
-                else:
-                    share.tokens = np.where(np.isnan(part[1]), np.int32(-1), part[0])
+                    share.scores = answers[0][0][mine]
+                else:  # of one step those of all rows, of several the row's one of each
+                    share.tokens = chosen[0, mine] if self._ahead == 1 else chosen[:, mine.start]
             shares.append(share)
         return shares
+
+
+def _ahead(members: Sequence[Member]) -> int:
+    """How many tokens the members choose one after the other: as many as all want that have one row each."""
+    choose = members[0].choose
+    alike = all(len(one.tokens) == one.logits == 1 and one.choose == choose for one in members)
+    return max(1, min(one.ahead for one in members)) if alike and choose else 1
 
 
 class _OwnRows:
