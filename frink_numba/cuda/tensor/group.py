@@ -98,23 +98,24 @@ class GroupRun:
         stream = work.compute
         image = work.pinned.lend(program.image.nbytes)
         self._images.append(image)
-        np.copyto(image, program.step(self._members, self._wholes, leases, number))
-        if number:  # the rows of the step before are taken from where the image tells
-            self._rows_down(program)
-        runtime.send(program.step_address, image, stream)
+        count, at = len(self._members), program.copies_at
+        np.copyto(image, program.next_step(count) if number else program.step(self._members, self._wholes, leases))
+        runtime.send(program.step_address, image[:at], stream)
+        if self._keep:  # in order with the launches that read it
+            runtime.send(program.step_address + at, image[at:], work.downloads)
         if number:
-            runtime.move(program.ids, program.chosen, 4 * len(self._members), stream)
+            runtime.move(program.ids, program.chosen, 4 * count, stream)
         if not self._keep:
             runtime.zero(*program.mirror, stream)
-        for at, segment in enumerate(program.segments):
-            slot = at % 2
-            if at >= 2:  # the rows of the segment that was here before must be down
+        for which, segment in enumerate(program.segments):
+            slot = which % 2
+            if number or which >= 2:  # the rows of the segment that was here before must be down
                 runtime.wait(work.rows_down[slot], stream)
             launch(segment, runtime, stream, self._ranges, 0)
             if self._keep:
                 runtime.record(work.rows_ready[slot], stream)
                 runtime.wait(work.rows_ready[slot], work.downloads)
-                program.stores[at](runtime.handle(work.downloads))
+                program.stores[which](runtime.handle(work.downloads))
                 runtime.record(work.rows_down[slot], work.downloads)
         return self._heads(program, edges)
 

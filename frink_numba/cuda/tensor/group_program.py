@@ -195,18 +195,20 @@ class GroupProgram(Launches):
         """Where the tokens of a step are looked up, int32 [rows]."""
         return self._address(self._ids)
 
-    def step(
-        self, members: Sequence[Member], wholes: Sequence[Whole], places: Sequence[Any], number: int = 0
-    ) -> np.ndarray:
+    @property
+    def copies_at(self) -> int:
+        """Behind so many bytes of the image lies what only `stores` read."""
+        return int(self._copies.ctypes.data - self.image.ctypes.data)
+
+    def step(self, members: Sequence[Member], wholes: Sequence[Whole], places: Sequence[Any]) -> np.ndarray:
         """The image for a step of `members`, whose mirrors are `wholes`, and whose new rows go to `places`.
 
         Each of the latter has `k` and `v`, uint64 [layers]: the addresses of a layer's first new row. None of both
-        where nobody keeps the rows. `number`: of a step that goes ahead, so many positions behind the members' own;
-        its tokens are those of the first.
+        where nobody keeps the rows.
         """
         count = len(members)
         sizes = np.fromiter((len(member.tokens) for member in members), np.int64, count)
-        starts = np.fromiter((member.start_pos for member in members), np.int64, count) + number
+        starts = np.fromiter((member.start_pos for member in members), np.int64, count)
         firsts = np.cumsum(sizes) - sizes
         total = int(sizes.sum())
         self._ids[:total] = np.concatenate([member.tokens for member in members])
@@ -233,8 +235,18 @@ class GroupProgram(Launches):
         records["v_base"][:, :count] = v
         self._describe(k, v, capacities)
         if self.shape.keep:
-            self._copy(places, firsts.astype(np.uint64), sizes.astype(np.uint64), np.uint64(number))
+            self._copy(places, firsts.astype(np.uint64), sizes.astype(np.uint64))
         self._want(members, firsts + sizes)
+        return self.image
+
+    def next_step(self, count: int) -> np.ndarray:
+        """The image of the step behind the last one, one position further: `count` members with a row each.
+
+        Its tokens are not those of the image.
+        """
+        self._positions[:count] += 1
+        self._records["start_pos"][:, :count] += 1
+        self._copies["target"][:, :count] += self._widths[:, None, None]
         return self.image
 
     def _describe(self, k: np.ndarray, v: np.ndarray, capacities: Sequence[int]) -> None:
@@ -245,15 +257,14 @@ class GroupProgram(Launches):
                 mine = [at for at, other in enumerate(capacities) if other == capacity]
                 made[mine] = attention.maps_at(k[number, mine], v[number, mine], capacity)
 
-    def _copy(self, places: Sequence[Any], firsts: np.ndarray, sizes: np.ndarray, behind: np.uint64) -> None:
-        """Fill in where each layer's new rows of each sequence lie, and where they go: so many rows behind `places`."""
+    def _copy(self, places: Sequence[Any], firsts: np.ndarray, sizes: np.ndarray) -> None:
+        """Fill in where each layer's new rows of each sequence lie, and where they go."""
         count, copies = len(places), self._copies
         from_k = self._sources[:, None] + firsts * self._widths[:, None]
         copies["source"][:, :count, 0] = from_k
         copies["source"][:, :count, 1] = from_k + np.uint64(self.rows) * self._widths[:, None]
-        further = behind * self._widths[:, None]
-        copies["target"][:, :count, 0] = np.array([place.k for place in places]).T + further
-        copies["target"][:, :count, 1] = np.array([place.v for place in places]).T + further
+        copies["target"][:, :count, 0] = np.array([place.k for place in places]).T
+        copies["target"][:, :count, 1] = np.array([place.v for place in places]).T
         copies["nbytes"][:, :count] = (sizes * self._widths[:, None])[:, :, None]
         copies["nbytes"][:, count:] = 0
 
