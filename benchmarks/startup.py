@@ -75,7 +75,7 @@ def timed(owner, name, part):
     setattr(owner, name, call)
 timed(body.TensorBody, "upload", "weights packed and sent")
 timed(body.TensorBody, "upload_edges", "embedding packed and sent")
-timed(body.TensorBody, "_program", "kernels loaded and bound")
+timed(body.TensorBody, "_part", "kernels loaded and bound")
 start = time.perf_counter()
 cache = decoder.new_cache()
 decoder.prefill(ids, cache)

@@ -197,7 +197,8 @@ class CudaBackend:
             with device.working():
                 settled = self._settled
                 if settled is not None and settled.holds(device, step):
-                    resident = device.bank.get_all(self._layers)[l : l + length]
+                    together = device.bank.get_all(self._layers)
+                    resident: Sequence[DeviceLayer] = together if every else together[l : l + length]
                     block = device.workspace.arena.reserve(0, 0)
                 else:
                     resident, block = self._make_room(l, layers, step, traffic)
@@ -282,10 +283,12 @@ class CudaBackend:
         whole = Ends(hidden=not last or l + length - 1 in step.hidden_after or step.tokens is None or step.logits > 0)
         takes, gives = step.hidden is None, last and step.logits > 0
         device = self.device
-        if edges is None or not (takes or gives) or device.body.why_not_edges(edges) is not None:
+        if edges is None or not (takes or gives):
             return whole
         held = device.bank.find(edges, self._holder)
         if held is None:
+            if device.body.why_not_edges(edges) is not None:
+                return whole
             rows = sum(self._new_rows_bytes(number, step) for number in range(l, l + length))
             need = rows + device.body.edges_bytes(edges)
             if device.held_bytes + need > device.memory.bytes():

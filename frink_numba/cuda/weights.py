@@ -23,6 +23,12 @@ class DeviceLayer(Protocol):
     def nbytes(self) -> int: ...
 
 
+class Together(list[DeviceLayer]):
+    """All of a model's layers on a device, as long as none of them goes; who remembers it keeps a weak reference."""
+
+    __slots__ = ("__weakref__",)
+
+
 class WeightBank:
     """The layers that one device holds, shared by all who hold them; each is freed with its last holder.
 
@@ -34,7 +40,7 @@ class WeightBank:
         self._held: Counter[object] = Counter()
         self.nbytes = 0
         self.changes = 0  # grows whenever a part comes or goes
-        self._together: tuple[tuple[Layer, ...], list[DeviceLayer]] | None = None  # until then
+        self._together: tuple[tuple[Layer, ...], Together] | None = None  # until then
 
     def find(self, layer: Part, holder: object) -> DeviceLayer | None:
         """The layer if it is here; `holder` then holds it too."""
@@ -52,10 +58,10 @@ class WeightBank:
         """The layer, which is here."""
         return self._entries[id(layer)][0]
 
-    def get_all(self, layers: tuple[Layer, ...]) -> list[DeviceLayer]:
+    def get_all(self, layers: tuple[Layer, ...]) -> Together:
         """All of a model's layers, which are here. Not to be kept: a part that goes would keep its memory."""
         if self._together is None or self._together[0] is not layers:
-            self._together = layers, [self._entries[id(layer)][0] for layer in layers]
+            self._together = layers, Together(self._entries[id(layer)][0] for layer in layers)
         return self._together[1]
 
     def add(self, uploaded: DeviceLayer, holder: object) -> None:

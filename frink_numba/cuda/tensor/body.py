@@ -10,7 +10,7 @@ import functools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,7 @@ from frink_numba.cuda.tensor.scratch import (
 from frink_numba.cuda.tensor.step_graph import StepGraphs
 from frink_numba.cuda.tensor.weights import TensorLayer, decline, layer_bytes, upload_layer
 from frink_numba.cuda.traffic import Traffic
+from frink_numba.cuda.weights import Together
 from frink_numba.errors import DeviceError
 from frink_numba.kernels.fused_attention import head_pitch
 from frink_numba.layer import Layer
@@ -52,6 +53,19 @@ if TYPE_CHECKING:
     from frink_numba.cuda.device import Workspace
 
 _PROGRAMS = 12  # kept
+
+
+class _Stack:
+    """What is known of a sequence of layers: their serials and shapes, the scratch, and the parts of runs so far.
+
+    Parts by rows, ends and the address of the scratch, each with its program's key.
+    """
+
+    __slots__ = ("parts", "scratch", "serials", "shapes")
+
+    def __init__(self, serials: tuple[int, ...], shapes: list[LayerShape], scratch: TensorScratch) -> None:
+        self.serials, self.shapes, self.scratch = serials, shapes, scratch
+        self.parts: dict[Hashable, list[tuple[Hashable, Part]]] = {}
 
 
 class TensorBody:
@@ -73,7 +87,8 @@ class TensorBody:
         self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._group_programs: OrderedDict[Any, GroupProgram] = OrderedDict()
         self._group_sizes: tuple[Sequence[Layer], dict[Any, int]] | None = None
-        self._scratch: tuple[tuple[int, ...], TensorScratch] | None = None  # of the layers of the last run, by serials
+        self._stack: _Stack | None = None  # of the layers of the last run
+        self._together: weakref.ref[Any] | None = None  # the sequence that it was made for, if that can be told again
         self._zeroed: weakref.ref[Any] | None = None  # the scratch block whose counters are known to be zero
 
     least_batch = 1
@@ -145,7 +160,7 @@ class TensorBody:
         self._graphs.clear()
         self._programs.clear()
         self._group_programs.clear()
-        self._zeroed = None
+        self._zeroed = self._stack = self._together = None
 
     def expect(self, owner: object, layers: Sequence[Layer], edges: Edges | None) -> None:
         announced = owner, PackAhead(layers, edges)
@@ -208,13 +223,13 @@ class TensorBody:
         try:
             zeroed, self._zeroed = self._zeroed, None
             total = start_pos + max(batch, ends.ahead)
-            shapes = [layer.shape for layer in layers]
+            stack = self._known(layers)
             if ends.cache is not None:
-                whole = self._mirrors.whole(shapes, ends.cache, total, work.compute)
+                whole = self._mirrors.whole(stack.shapes, ends.cache, total, work.compute)
                 mirrors = whole.mirrors
             else:
-                mirrors = self._mirrors.take(shapes, [source.cache for source in sources], total, work.compute)
-            parts = self._programs_of(layers, mirrors, batch, self.runtime.address(block), ends)
+                mirrors = self._mirrors.take(stack.shapes, [source.cache for source in sources], total, work.compute)
+            parts = self._parts(stack, layers, mirrors, batch, self.runtime.address(block), ends)
             program = parts[0].program
             if zeroed is None or zeroed() is not block:
                 self.runtime.zero(program.counters, ATTENTION_WORKSPACE + COUNTERS, work.compute)
@@ -301,41 +316,62 @@ class TensorBody:
     def _group_scratch(self, layers: Sequence[Layer], edges: Edges, shape: GroupShape) -> GroupScratch:
         return GroupScratch(self.scratch(layers), shape, edges)
 
-    def _programs_of(
-        self, layers: Sequence[TensorLayer], mirrors: Sequence[Mirror], batch: int, base: int, ends: Ends
-    ) -> list[Part]:
-        """The programs of a run's blocks, in their order."""
+    def _known(self, layers: Sequence[TensorLayer]) -> _Stack:
+        stack = self._stack
+        if stack is not None and self._together is not None and self._together() is layers:
+            return stack
         serials = tuple(layer.serial for layer in layers)
-        if self._scratch is None or self._scratch[0] != serials:
-            self._scratch = serials, self.scratch([layer.layer for layer in layers])
-        scratch = self._scratch[1]
-        return [
-            Part(self._program(scratch, layers, mirrors, block, (base, *serials), ends), block.first)
-            for block in scratch.blocks(batch, ends.logits)
-        ]
+        if stack is None or stack.serials != serials:
+            shapes = [layer.shape for layer in layers]
+            stack = self._stack = _Stack(serials, shapes, self.scratch([layer.layer for layer in layers]))
+        self._together = weakref.ref(layers) if isinstance(layers, Together) else None
+        return stack
 
-    def _program(
+    def _parts(
         self,
-        scratch: TensorScratch,
+        stack: _Stack,
+        layers: Sequence[TensorLayer],
+        mirrors: Sequence[Mirror],
+        batch: int,
+        base: int,
+        ends: Ends,
+    ) -> list[Part]:
+        """The programs of a run's blocks, in their order; `base`: the address of the scratch."""
+        serial = None if ends.edges is None else ends.edges.serial
+        key = (batch, base, serial, ends.tokens is not None, ends.logits, ends.choices, ends.hidden)
+        made = stack.parts.get(key)
+        if made is None or any(self._programs.get(name) is not part.program for name, part in made):
+            blocks = stack.scratch.blocks(batch, ends.logits)
+            made = [self._part(stack, layers, mirrors, block, base, ends) for block in blocks]
+            if len(stack.parts) >= _PROGRAMS:
+                stack.parts.clear()
+            stack.parts[key] = made
+        for name, part in made:
+            self._programs.move_to_end(name)
+            part.program.point_at(mirrors)
+        return [part for _, part in made]
+
+    def _part(
+        self,
+        stack: _Stack,
         layers: Sequence[TensorLayer],
         mirrors: Sequence[Mirror],
         block: Block,
-        where: tuple[int, ...],
+        base: int,
         ends: Ends,
-    ) -> Program:
-        """`where`: the address of the scratch, and the layers' serials."""
+    ) -> tuple[Hashable, Part]:
+        """A block's program by its key: made where there is none."""
         edges, from_tokens = ends.edges, ends.tokens is not None
         rest = (from_tokens, block.logits, ends.choices, ends.hidden)
-        key = (block.rows, None if edges is None else edges.serial, *rest, where)
+        key = (block.rows, None if edges is None else edges.serial, *rest, base, stack.serials)
         program = self._programs.get(key)
         if program is None:
-            program = Program(self.kernels, scratch, layers, mirrors, block.rows, where[0], edges, *rest)
+            program = Program(self.kernels, stack.scratch, layers, mirrors, block.rows, base, edges, *rest)
             self._programs[key] = program
             if len(self._programs) > _PROGRAMS:
                 self._programs.popitem(last=False)
         self._programs.move_to_end(key)
-        program.point_at(mirrors)
-        return program
+        return key, Part(program, block.first)
 
     def _complete(
         self,

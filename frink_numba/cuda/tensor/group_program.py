@@ -162,17 +162,18 @@ class GroupProgram(Launches):
                 rows += 8 * m * self._shapes[number].kv_width if rows else 0
         self._number = None
         self._sources = np.array(sources, np.uint64)
-        self.stores: list[Callable[[int], None]] = []
-        self._copies = self._part(COPY, count if shape.keep else 0, shape.sequences, 2)
-        for segment in self.segments if shape.keep else ():
-            records = 2 * shape.sequences * (segment.last - segment.first)
-            table = self._address(self._copies[segment.first])
-            self.stores.append(kernels.scatter_bytes(_COPY_BLOCKS, table, records))
         at_once = logits_rows(edges.layer)
         self.heads = [Head(first, min(first + at_once, shape.wanted)) for first in range(0, shape.wanted, at_once)]
         self.logits = self._at.get("logits", 0)
         for head in self.heads:
             self._head(edges, head)
+        self.stores: list[Callable[[int], None]] = []
+        self.copies_at = self._image_end  # what lies behind it in the image only `stores` read
+        self._copies = self._part(COPY, count if shape.keep else 0, shape.sequences, 2)
+        for segment in self.segments if shape.keep else ():
+            records = 2 * shape.sequences * (segment.last - segment.first)
+            table = self._address(self._copies[segment.first])
+            self.stores.append(kernels.scatter_bytes(_COPY_BLOCKS, table, records))
         self.image = self.image[: self._image_end]
 
     @property
@@ -194,11 +195,6 @@ class GroupProgram(Launches):
     def ids(self) -> int:
         """Where the tokens of a step are looked up, int32 [rows]."""
         return self._address(self._ids)
-
-    @property
-    def copies_at(self) -> int:
-        """Behind so many bytes of the image lies what only `stores` read."""
-        return int(self._copies.ctypes.data - self.image.ctypes.data)
 
     def step(self, members: Sequence[Member], wholes: Sequence[Whole], places: Sequence[Any]) -> np.ndarray:
         """The image for a step of `members`, whose mirrors are `wholes`, and whose new rows go to `places`.
