@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_BEGUN = 24
+_BEGUN = 60
 """Launches at the beginning of a run that are a graph of their own: beside them the driver queues the graph of the
 others, for which it takes as long as a small model's layer or two."""
 
