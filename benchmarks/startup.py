@@ -4,8 +4,9 @@
     python -m benchmarks.startup --receipt    and writes benchmarks/receipts/startup.json
     python -m benchmarks.startup --gpu        the same wait with the cuda backend, and where it goes
 
-Every run is a process of its own. "open" is `load`, header and layers; "first token" adds the tokenizer and a prefill;
-"peak memory" is the largest resident size over a prefill of 512 tokens and 16 steps of decoding.
+Every run is a process of its own, which finds the byte code of all modules on disk, as pip leaves it. "open" is `load`,
+header and layers; "first token" adds the tokenizer and a prefill; "peak memory" is the largest resident size over a
+prefill of 512 tokens and 16 steps of decoding.
 
 With --gpu, "process start to first token" is a program of four lines, from before its process is made; kernels lie in
 FRINK_CACHE_DIR and the file in the system's cache, as a process before has left them. Its parts are timed in processes
@@ -49,19 +50,18 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000)
 # The clock is the system's, so that a child's readings can be taken from the parent's.
 _FROM_START = f"{_GENERATE}\nimport time; print(time.perf_counter())"
 
-# The parts of the wait, in order. Functions of the run are timed from outside: the first step does them all.
+# The parts of the wait, in order, each with what the others leave over. Functions of the first step are timed from
+# outside.
 _PARTS = f"""
 import json, time
 ends = {{"interpreter": time.perf_counter()}}
 import frink_numba as fn
 model = fn.load({MODEL!r})
 ends["import, open the file"] = time.perf_counter()
-ids = model.tokenizer.encode({PROMPT!r})
-ends["tokenizer"] = time.perf_counter()
 decoder = fn.Decoder(model)
-ends["driver and its packages"] = time.perf_counter()
-decoder.plan(batch=len(ids))
-ends["context on the device"] = time.perf_counter()
+ends["driver, beside imports"] = time.perf_counter()
+pieces = decoder.generate({PROMPT!r})
+ends["tokenizer, beside context and packs"] = time.perf_counter()
 from frink_numba.cuda.tensor import body
 spent = {{}}
 def timed(owner, name, part):
@@ -73,15 +73,12 @@ def timed(owner, name, part):
         finally:
             spent[part] = spent.get(part, 0) + time.perf_counter() - start
     setattr(owner, name, call)
-timed(body.TensorBody, "upload", "weights packed and sent")
-timed(body.TensorBody, "upload_edges", "embedding packed and sent")
+timed(body.TensorBody, "upload", "weights waited for and sent")
+timed(body.TensorBody, "upload_edges", "embedding waited for and sent")
 timed(body.TensorBody, "_part", "kernels loaded and bound")
 start = time.perf_counter()
-cache = decoder.new_cache()
-decoder.prefill(ids, cache)
-end = time.perf_counter()
-decoder.decode(0, cache)
-print(json.dumps({{"ends": ends, "spent": spent, "first": end - start, "second": time.perf_counter() - end}}))
+next(pieces)
+print(json.dumps({{"ends": ends, "spent": spent, "first": time.perf_counter() - start}}))
 """
 
 
@@ -97,6 +94,7 @@ def _help_seconds() -> float:
 
 def _run(*arguments: str, backend: str = "host") -> str:
     environment = {**os.environ, "FRINK_BACKEND": backend}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     done = subprocess.run([sys.executable, *arguments], env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout
 

@@ -213,7 +213,9 @@ def test_one_that_is_closed_while_a_run_takes_from_it_answers_none(monkeypatch: 
     """Another model is announced in the middle of an upload: the rest is repacked by the run itself."""
     monkeypatch.setattr(pack_ahead, "_MOST_BYTES", 1)
     ahead = PackAhead(LAYERS)
-    ahead._pool.shutdown(wait=True)
+    while not ahead._made[id(LAYERS[0])].done():
+        time.sleep(0.001)
+    ahead._workers.stop()
     assert ahead.take(LAYERS[0]) is not None
     assert ahead.take(LAYERS[1]) is None
     ahead.close()

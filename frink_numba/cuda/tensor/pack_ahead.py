@@ -6,15 +6,15 @@ It may begin before anything goes up at all, as soon as somebody knows that a mo
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 
 from frink_numba.backend import Edges
 from frink_numba.cuda.tensor.edges import pack_edges
 from frink_numba.cuda.tensor.weights import layer_bytes, pack_layer
+from frink_numba.cuda.tensor.workers import Workers
 from frink_numba.kernels.gemm_pack import PackedMatrix
 from frink_numba.layer import Layer
 
@@ -40,7 +40,7 @@ class PackAhead:
         self._ahead = max(1, min(len(self._left), _MOST_BYTES // largest))
         # Where a few large layers are all that may wait, their own matrices are cut among the threads.
         self._inside = max(1, threads // self._ahead)
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=_NAME)
+        self._workers = Workers(threads, _NAME)
         self._fill()
 
     def names(self, layers: Sequence[Layer]) -> bool:
@@ -69,16 +69,12 @@ class PackAhead:
         """Stop, and wait for what is being done."""
         self._left.clear()
         self._made.clear()
-        # The collector may come by in a thread of the pool, which cannot wait for itself.
-        own = threading.current_thread().name.startswith(_NAME)
-        self._pool.shutdown(wait=not own, cancel_futures=True)
+        self._workers.stop()
 
     def _fill(self) -> None:
         while self._left and len(self._made) < self._ahead:
             part = self._left.popleft()
             if isinstance(part, Layer):
-                self._made[id(part)] = self._pool.submit(pack_layer, part, self._inside)
+                self._made[id(part)] = self._workers.submit(pack_layer, part, self._inside)
             else:
-                self._made[id(part)] = self._pool.submit(pack_edges, part)
-        if not self._left:
-            self._pool.shutdown(wait=False)  # its threads end with the last of them, should nobody close it
+                self._made[id(part)] = self._workers.submit(pack_edges, part)
