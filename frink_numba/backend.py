@@ -118,6 +118,8 @@ class Run:
     expert 0 of each (R22). `logits` float32 [step.logits, vocab], where the backend made them (see `Step`). `tokens`
     int32 [1 to step.ahead], where it went ahead: the chosen ones; -1 from the first on whose logits are not numbers.
     `scores` float32 [step.logits]: natural logarithms of the probabilities of `step.targets`.
+
+    Logits are the caller's from now on, who may change them: a backend uses their memory again when nobody has it.
     """
 
     hidden: np.ndarray | None

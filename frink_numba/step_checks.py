@@ -37,6 +37,12 @@ def _check_tokens(tokens: np.ndarray, step: Step) -> None:
         raise ShapeError(f"it answered tokens from {tokens.min()} to {tokens.max()}, not below {step.choices}")
 
 
+def _are_wanted(logits: np.ndarray, step: Step) -> bool:
+    if step.edges is None:
+        return logits.shape[:1] == (step.logits,)
+    return logits.shape == (step.logits, step.edges.output.rows)
+
+
 def check_run(run: Run | None, layers: Sequence[Layer], l: int, length: int, step: Step) -> None:  # noqa: E741
     """A run's arrays have the promised shapes; ShapeError says which has not."""
     if run is None:
@@ -45,7 +51,7 @@ def check_run(run: Run | None, layers: Sequence[Layer], l: int, length: int, ste
     rows = step.batch if run.tokens is None else len(run.tokens)
     if run.tokens is not None:
         _check_tokens(run.tokens, step)
-    if run.logits is not None and (last + 1 < len(layers) or run.logits.shape[:1] != (step.logits,)):
+    if run.logits is not None and (last + 1 < len(layers) or not _are_wanted(run.logits, step)):
         raise ShapeError(f"it answered logits {list(run.logits.shape)} that nobody asked for")
     if run.scores is not None and (step.targets is None or run.scores.shape != (step.logits,)):
         raise ShapeError(f"it answered scores {list(run.scores.shape)} that nobody asked for")

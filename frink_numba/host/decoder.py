@@ -97,11 +97,12 @@ class Decoder:
         chunk_size = self._checked_chunk(logits, chunk_size)
         wanted = checked_layers(hidden, len(self._open().layers))
         self._check_cache(cache, len(ids), start)
-        output = self._allocate(len(ids), logits, wanted)
+        over = logits == "last"
+        output = self._allocate(len(ids), None if over else logits, wanted)
         cache.reserve(len(ids))
         for first in range(0, len(ids), max(chunk_size, len(ids)) if stage else chunk_size):
             last = len(ids) if stage else min(first + chunk_size, len(ids))
-            self._run([Part(ids, first, last, cache, wanted, output, stage=stage)])
+            self._run([Part(ids, first, last, cache, wanted, output, stage=stage, hands_over=over)])
             if progress is not None and progress(last, len(ids)) is False and last < len(ids):
                 raise Cancelled(f"cancelled after {last} of {len(ids)} tokens; the cache holds {cache.positions}")
         return output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,6 +21,10 @@ SCORED_ROWS = 256
 """Tokens whose logits are held at once where targets are scored: 50 MB at a vocabulary of 50,000."""
 
 
+HANDED_OVER_BYTES = 256 << 20
+"""Of answered logits that callers still have. They may lie in page-locked memory, of which a machine has little."""
+
+
 class StepRunner:
     """Runs one model's steps, one at a time. `activations`: for each layer, how many steps used which expert (R22)."""
 
@@ -30,6 +35,7 @@ class StepRunner:
             model.embedding, model.hyper.embedding_scale, model.output_norm, model.hyper.norm_eps, model.output
         )
         self.activations: list[dict[int, int]] = [{} for _ in model.layers]
+        self._handed_over: list[tuple[weakref.ref[np.ndarray], int]] = []
 
     def close(self) -> None:
         """Let go of what looks into the mapped file."""
@@ -73,7 +79,7 @@ class StepRunner:
         wanted = None if part.targets is not None else part.wanted()
         if part.hands_over and part.rows and result.tokens is None:
             if result.logits is not None:
-                part.output.logits = result.logits[0]
+                part.output.logits = self._callers(result.logits)[0]
                 bend_logits(part.output.logits, self._model.hyper)
             else:
                 part.output.logits = np.empty(self._model.vocab_size, np.float32)
@@ -94,6 +100,24 @@ class StepRunner:
             part.cache.stage(result.kv_rows)
         elif part.keep:
             part.cache.push(result.kv_rows)
+
+    def _callers(self, logits: np.ndarray) -> np.ndarray:
+        """Answered logits, or a copy where callers hold on to too many of those before, or could not change them."""
+        if logits.dtype != np.float32 or not logits.flags.writeable:
+            return np.array(logits, np.float32)
+        owner = logits
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        if self._handed_over and self._handed_over[-1][0]() is owner:  # of a group's member before this one
+            return logits
+        held = sum(nbytes for _, nbytes in self._handed_over)
+        if held + owner.nbytes > HANDED_OVER_BYTES:
+            self._handed_over = [entry for entry in self._handed_over if entry[0]() is not None]
+            held = sum(nbytes for _, nbytes in self._handed_over)
+            if held + owner.nbytes > HANDED_OVER_BYTES:
+                return logits.copy()
+        self._handed_over.append((weakref.ref(owner), owner.nbytes))
+        return logits
 
     def _scores(self, part: Part, result: StepResult) -> np.ndarray:
         """How likely the part's targets are, float64 [n]."""
