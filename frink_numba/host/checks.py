@@ -36,6 +36,8 @@ def checked_tokens(tokens: Sequence[int] | np.ndarray, vocab: int) -> np.ndarray
 
 def checked_layers(layers: Collection[int], count: int) -> frozenset[int]:
     """Numbers of layers, of which there are `count`."""
+    if isinstance(layers, tuple) and not layers:
+        return frozenset()
     if isinstance(layers, str) or not isinstance(layers, Collection | np.ndarray):
         raise SettingError(f"hidden={shown(layers)}: expected numbers of layers, such as (0, 5)")
     return frozenset(checked_integer("hidden", layer, 0, count - 1) for layer in layers)

@@ -380,7 +380,7 @@ class Decoder:
     @property
     def activations(self) -> list[dict[int, int]]:
         """For each layer, how many steps used which expert so far (R22); a dense layer has expert 0."""
-        return [dict(counts) for counts in self._steps.activations]
+        return self._steps.activations
 
     def close(self) -> None:
         """Close the backends; may be called twice."""

@@ -20,6 +20,8 @@ def embed(embedding: QuantMatrix, ids: np.ndarray, hyper: Hyperparameters) -> np
 
 def bend_logits(logits: np.ndarray, hyper: Hyperparameters) -> None:
     """Divide by the model's divisor and cap softly, in place; plain models are left alone. NaN and infinity pass."""
+    if hyper.logit_divisor == 1 and not hyper.logit_softcap:
+        return
     with np.errstate(over="ignore", invalid="ignore"):
         if hyper.logit_divisor != 1:
             np.divide(logits, np.float32(hyper.logit_divisor), out=logits)

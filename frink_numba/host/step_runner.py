@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 
@@ -25,8 +26,11 @@ HANDED_OVER_BYTES = 256 << 20
 """Of answered logits that callers still have. They may lie in page-locked memory, of which a machine has little."""
 
 
+_MOST_NOTED = 64  # sets of experts, of which a mixture has many
+
+
 class StepRunner:
-    """Runs one model's steps, one at a time. `activations`: for each layer, how many steps used which expert (R22)."""
+    """Runs one model's steps, one at a time."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -34,8 +38,11 @@ class StepRunner:
         self.edges: Edges | None = Edges(
             model.embedding, model.hyper.embedding_scale, model.output_norm, model.hyper.norm_eps, model.output
         )
-        self.activations: list[dict[int, int]] = [{} for _ in model.layers]
-        self._handed_over: list[tuple[weakref.ref[np.ndarray], int]] = []
+        self._activations: list[dict[int, int]] = [{} for _ in model.layers]
+        self._used: dict[tuple[tuple[int, ...], ...], int] = {}  # experts of all layers, and in how many steps since
+        self._counting = threading.Lock()  # who looks at the counts waits for no step
+        self._handed_over: list[weakref.ref[np.ndarray]] = []
+        self._handed_bytes = 0
 
     def close(self) -> None:
         """Let go of what looks into the mapped file."""
@@ -59,17 +66,26 @@ class StepRunner:
         finally:
             self._count(done)
 
+    @property
+    def activations(self) -> list[dict[int, int]]:
+        """For each layer, how many steps used which expert (R22)."""
+        with self._counting:
+            for of_layers, times in self._used.items():
+                for counts, experts in zip(self._activations, of_layers, strict=True):
+                    for expert in experts:
+                        counts[expert] = counts.get(expert, 0) + times
+            self._used.clear()
+            return [dict(counts) for counts in self._activations]
+
     def _count(self, results: Sequence[StepResult]) -> None:
-        """Count the experts of steps, those of a group's dense layers at once."""
-        used: dict[int, tuple[list[tuple[int, ...]], int]] = {}  # experts, and in how many steps
+        """Note the experts of steps: those of dense layers are always the same, and counted when somebody looks."""
         for result in results:
+            key = tuple(result.experts)
             times = 1 if result.tokens is None else len(result.tokens)
-            before = used.get(id(result.experts))
-            used[id(result.experts)] = result.experts, times + (before[1] if before else 0)
-        for of_layers, times in used.values():
-            for counts, experts in zip(self.activations, of_layers, strict=True):
-                for expert in experts:
-                    counts[expert] = counts.get(expert, 0) + times
+            with self._counting:
+                self._used[key] = self._used.get(key, 0) + times
+        if len(self._used) > _MOST_NOTED:
+            _ = self.activations
 
     def _finish(self, part: Part, result: StepResult) -> None:
         """Take what a step answered; the push comes last."""
@@ -108,15 +124,16 @@ class StepRunner:
         owner = logits
         while isinstance(owner.base, np.ndarray):
             owner = owner.base
-        if self._handed_over and self._handed_over[-1][0]() is owner:  # of a group's member before this one
+        if self._handed_over and self._handed_over[-1]() is owner:  # of a group's member before this one
             return logits
-        held = sum(nbytes for _, nbytes in self._handed_over)
-        if held + owner.nbytes > HANDED_OVER_BYTES:
-            self._handed_over = [entry for entry in self._handed_over if entry[0]() is not None]
-            held = sum(nbytes for _, nbytes in self._handed_over)
-            if held + owner.nbytes > HANDED_OVER_BYTES:
+        if self._handed_bytes + owner.nbytes > HANDED_OVER_BYTES:
+            held = {id(array): array for ref in self._handed_over if (array := ref()) is not None}
+            self._handed_over = list(map(weakref.ref, held.values()))
+            self._handed_bytes = sum(array.nbytes for array in held.values())
+            if self._handed_bytes + owner.nbytes > HANDED_OVER_BYTES:
                 return logits.copy()
-        self._handed_over.append((weakref.ref(owner), owner.nbytes))
+        self._handed_over.append(weakref.ref(owner))
+        self._handed_bytes += owner.nbytes
         return logits
 
     def _scores(self, part: Part, result: StepResult) -> np.ndarray:
