@@ -280,15 +280,15 @@ class CudaBackend:
         Embedding and output matrix go up with the first step that they have room beside.
         """
         last, edges = l + length == len(self._layers), step.edges
-        whole = Ends(hidden=not last or l + length - 1 in step.hidden_after or step.tokens is None or step.logits > 0)
+        hidden = not last or l + length - 1 in step.hidden_after or step.tokens is None or step.logits > 0
         takes, gives = step.hidden is None, last and step.logits > 0
         device = self.device
         if edges is None or not (takes or gives):
-            return whole
+            return Ends(hidden=hidden)
         held = device.bank.find(edges, self._holder)
         if held is None:
             if device.body.why_not_edges(edges) is not None:
-                return whole
+                return Ends(hidden=hidden)
             rows = sum(self._new_rows_bytes(number, step) for number in range(l, l + length))
             need = rows + device.body.edges_bytes(edges)
             if device.held_bytes + need > device.memory.bytes():
@@ -296,13 +296,13 @@ class CudaBackend:
             if device.held_bytes + need > device.memory.bytes():
                 if self.invariant:  # the host's logits, after this step or others, would have other bits
                     raise DeviceError("FRINK_INVARIANT=1 and no room for the embedding and the output matrix")
-                return whole
+                return Ends(hidden=hidden)
             held = device.body.upload_edges(edges, device.workspace.compute, traffic)
             device.bank.add(held, self._holder)
         if step.ahead and takes and gives and length == len(self._layers) and not step.hidden_after:
             ahead = min(step.ahead, device.body.most_ahead)
             return Ends(step.tokens, held, hidden=False, ahead=ahead, choices=min(step.choices, edges.output.rows))
-        wanted = (whole.hidden and not gives) or l + length - 1 in step.hidden_after
+        wanted = (hidden and not gives) or l + length - 1 in step.hidden_after
         return Ends(step.tokens if takes else None, held, step.logits if gives else 0, wanted)
 
     def memory(self, runs: Sequence[tuple[int, int]], step: Step) -> Memory:

@@ -245,7 +245,8 @@ class TensorBody:
             if whole is None:
                 make_targets = functools.partial(LayerTargets, *how, layers, mirrors, sources)
             else:
-                whole.known_rows(ends.cache)
+                if not whole.fresh:
+                    whole.known_rows(ends.cache)
                 make_targets = functools.partial(WholeTargets, *how, layers, whole, ends.cache)
             if ends.ahead:
                 answer = go_ahead(*how, self._ranges, program, make_targets, start_pos, ends)

@@ -19,6 +19,8 @@ from frink_numba.kernels.gemm_pack import PackedMatrix
 from frink_numba.layer import Layer
 
 _THREADS = 8
+_FEW_THREADS = 4  # for layers so small that more threads wait for the interpreter: SmolLM2's took as long with 8
+_SMALL_BYTES = 8 << 20
 _NAME = "frink-pack"
 _MOST_BYTES = 1 << 30  # of repacked layers that wait; one waits however large it is
 
@@ -35,8 +37,9 @@ class PackAhead:
         if edges is not None:
             self._left.append(edges)
         self._made: dict[int, Future[list[PackedMatrix]]] = {}
-        threads = max(1, min(os.cpu_count() or 1, _THREADS, len(self._left)))
         largest = max((layer_bytes(layer) for layer in layers), default=1)
+        most = _FEW_THREADS if largest < _SMALL_BYTES else _THREADS
+        threads = max(1, min(os.cpu_count() or 1, most, len(self._left)))
         self._ahead = max(1, min(len(self._left), _MOST_BYTES // largest))
         # Where a few large layers are all that may wait, their own matrices are cut among the threads.
         self._inside = max(1, threads // self._ahead)

@@ -15,7 +15,6 @@ from frink_numba.cuda.arena import Carver, float_bytes
 from frink_numba.cuda.body import Answer, Ends
 from frink_numba.cuda.ranges import Ranges
 from frink_numba.cuda.runtime import Runtime
-from frink_numba.cuda.tensor.launches import Op
 from frink_numba.cuda.tensor.program import Head, Program, Segment, fill_image, launch
 from frink_numba.cuda.tensor.row_targets import RowTargets
 from frink_numba.cuda.tensor.step_graph import StepGraph, StepGraphs
@@ -25,10 +24,6 @@ if TYPE_CHECKING:
     from frink_numba.cuda.device import Workspace
 
 T = TypeVar("T")
-
-_BEGUN = 60
-"""Launches at the beginning of a run that are a graph of their own: beside them the driver queues the graph of the
-others, for which it takes as long as a small model's layer or two."""
 
 
 class Part(NamedTuple):
@@ -114,18 +109,13 @@ class BlockRun:
             return None
 
         def capture() -> StepGraph:
-            before, runtime, stream = self._traffic.kv_down, self._runtime, self._work.compute
-            program, left = parts[0].program, [None, *images[1:]]
-            begun = program.segments[0].launches[:_BEGUN]
-
-            def rest(handle: int) -> None:
-                self._queue(parts, left, shape, None, ends, _one_by_one(handle, begun), joined=True)
-
+            before = self._traffic.kv_down
             try:
-                first = runtime.graph(
-                    stream, [lambda handle: runtime.send(program.step_address, images[0], stream), *begun]
+                replay = self._runtime.graph(
+                    self._work.compute,
+                    [lambda handle: self._queue(parts, images, shape, None, ends, _one_by_one(handle), joined=True)],
                 )
-                return StepGraph((first, runtime.graph(stream, [rest])), self._traffic.kv_down - before)
+                return StepGraph(replay, self._traffic.kv_down - before)
             finally:
                 self._traffic.kv_down = before
                 self._busy.clear()
@@ -139,14 +129,14 @@ class BlockRun:
     def _queue(
         self,
         parts: Sequence[Part],
-        images: Sequence[np.ndarray | None],
+        images: Sequence[np.ndarray],
         shape: tuple[int, int],
         hidden: np.ndarray | None,
         ends: Ends,
         run: Callable[[Segment | Head, Ends], None],
         joined: bool = False,
     ) -> None:
-        """Everything from the images on their way up, but for those that are there, to the last launch.
+        """Everything from the images on their way up to the last launch.
 
         run: makes the launches of a part. joined: nothing of it is left to other streams at the end.
         """
@@ -157,8 +147,7 @@ class BlockRun:
             if program.slots != self._slots:  # the block before has left rows where this one has other things
                 self._wait(set(self._busy))
                 self._slots = program.slots
-            if image is not None:
-                runtime.send(program.step_address, image, stream)
+            runtime.send(program.step_address, image, stream)
             if hidden is not None:
                 runtime.send(program.hidden, hidden[part.rows], stream)
             self._segments(part, shape, ends, run)
@@ -224,15 +213,12 @@ def _fetches_at_end(parts: Sequence[Part]) -> bool:
     return len(heads) == 1 and heads[0] is parts[-1]
 
 
-def _one_by_one(handle: int, made: Sequence[Op]) -> Callable[[Segment | Head, Ends], None]:
-    """Makes a part's launches each by itself, as they are captured; the first ones of all are `made` already."""
-    left = len(made)
+def _one_by_one(handle: int) -> Callable[[Segment | Head, Ends], None]:
+    """Makes a part's launches each by itself, as they are captured."""
 
     def run(part: Segment | Head, _: Ends) -> None:
-        nonlocal left
-        for op in part.launches[left:]:
+        for op in part.launches:
             op(handle)
-        left = 0
 
     return run
 

@@ -1,4 +1,4 @@
-"""Runs that come again as graphs: all their launches, and their K/V rows on the way down beside these.
+"""Runs that come again as one graph each: all their launches, and their K/V rows on the way down beside these.
 
 Queueing a run piece by piece keeps the calling thread busy for some hundred microseconds, a graph for some ten. What is
 captured includes where the rows go on the host, which cannot be changed afterwards; so a graph is made for a place when
@@ -20,14 +20,10 @@ _KEPT = 8  # graphs, and keys of runs that have none yet
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """`parts` queue the run, one behind the other; `kv_down`: bytes of K/V rows that come down with it."""
+    """`replay` queues the run; `kv_down`: bytes of K/V rows that come down with it."""
 
-    parts: tuple[Callable[[], None], ...]
+    replay: Callable[[], None]
     kv_down: int
-
-    def replay(self) -> None:
-        for part in self.parts:
-            part()
 
 
 class StepGraphs:
