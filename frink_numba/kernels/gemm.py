@@ -28,11 +28,11 @@ from frink_numba.errors import ShapeError
 from frink_numba.kernels import gemm_mma, gemm_norm, gemm_variant, gemm_wgmma, half_rows
 from frink_numba.kernels.cubins import Source
 from frink_numba.kernels.gemm_epilogue import GATES, Epilogue
-from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, fragment_kind
+from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, SLAB, fragment_kind
 from frink_numba.kernels.gemm_mma import MmaGemm
 from frink_numba.kernels.gemm_norm import MOST_NORM_COLUMNS
 from frink_numba.kernels.gemm_pack import PackedMatrix
-from frink_numba.kernels.gemm_plan import TOKEN_TILES, Plan, make_plan, mma_tokens
+from frink_numba.kernels.gemm_plan import TOKEN_TILES, Behind, Plan, make_plan, mma_tokens
 from frink_numba.kernels.gemm_variant import WgmmaGemm
 from frink_numba.kernels.launch import KernelShelf, Launch, LoadedKernel
 from frink_numba.kernels.tma import MAP_BYTES, tensor_map
@@ -83,11 +83,65 @@ class DeviceWeights:
     def outputs(self) -> int:
         return self.rows // 2 if self.gated else self.rows
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return (self.kind,)
+
+    @property
+    def slabs(self) -> int:
+        return -(-self.rows // SLAB)
+
     def bounds(self) -> tuple[float, float, float]:
         """(c2, c1, c0) of gemm_epilogue: no result is larger than (norm * c2 + c1) * norm + c0."""
         if self.gated:
             return (_BOUND_MARGIN * self.norm_bounds[0] * self.norm_bounds[1], 0.0, 0.0)
         return (0.0, _BOUND_MARGIN * max(self.norm_bounds), self.bias_bound)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedWeights:
+    """Matrices of two kinds as one product's (`wgmma` tier): the results of `second` follow those of `first`.
+
+    The row scales of both are one array, and so are their biases. ShapeError names what does not fit.
+    """
+
+    first: DeviceWeights
+    second: DeviceWeights
+
+    def __post_init__(self) -> None:
+        first, second = self.first, self.second
+        if why := why_not_mixed(first.rows, first.cols, second.cols):
+            raise ShapeError(why)
+        if first.gated or second.gated:
+            raise ShapeError("gate and up of two kinds are two products")
+        floats = 4 * SLAB * first.slabs
+        if second.row_scale != first.row_scale + floats or second.bias != (first.bias and first.bias + floats):
+            raise ShapeError("row scales and biases of the second kind lie behind those of the first")
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return (self.first.kind, self.second.kind)
+
+    @property
+    def rows(self) -> int:
+        return self.first.rows + self.second.rows
+
+    @property
+    def outputs(self) -> int:
+        return self.rows
+
+    @property
+    def cols(self) -> int:
+        return self.first.cols
+
+    @property
+    def gated(self) -> bool:
+        return False
+
+    def bounds(self) -> tuple[float, float, float]:
+        """Of all results, as DeviceWeights.bounds."""
+        bounds = [part.bounds() for part in (self.first, self.second)]
+        return (0.0, max(c1 for _, c1, _ in bounds), max(c0 for _, _, c0 in bounds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +163,13 @@ class Gemms:
         self, tier: str, capability: tuple[int, int], multiprocessors: int, *, invariant: bool = False
     ) -> None:
         self.tier, self.multiprocessors, self.invariant = tier, multiprocessors, invariant
+        self.mixes = tier == "wgmma"  # whether a product takes MixedWeights
         self._shelf = KernelShelf(capability, tier)
         self._memory = gemm_mma.shared_memory(capability)
 
     def product(
         self,
-        weights: DeviceWeights,
+        weights: DeviceWeights | MixedWeights,
         m: int,
         *,
         gate: str = "",
@@ -142,18 +197,22 @@ class Gemms:
         if tokens is not None and tokens not in known:
             raise ShapeError(f"the tier {self.tier} has tiles of {known} tokens, not {tokens}")
         epilogue = Epilogue(gate, half)
+        first, second = (*weights.kinds, "")[:2]
         if self.tier == "mma":
+            if second:
+                raise ShapeError("products of the tier mma are of one kind each")
             tile = tokens or mma_tokens(m, weights.rows, self.multiprocessors)
-            small = MmaGemm(weights.kind, tile, epilogue, self._memory)
+            small = MmaGemm(first, tile, epilogue, self._memory)
             return MmaProduct(m, weights.outputs, weights.cols, self._kernel(small), small)
-        kind = FRAGMENT_KINDS[weights.kind]
         if plan is None:
+            behind = _behind(second, weights.second.rows) if isinstance(weights, MixedWeights) else None
+            kind = FRAGMENT_KINDS[first]
             size = m, weights.rows, weights.cols, kind, self.multiprocessors, tokens, cluster, groups
-            plan = make_plan(*size, self.invariant)
-            if room is not None and plan_workspace(weights.kind, plan) > room:
-                plan = make_plan(*size, True)
+            plan = make_plan(*size, self.invariant, behind)
+            if room is not None and plan_workspace(first, plan) > room:
+                plan = make_plan(*size, True, behind)
         columns = gemm_norm.norm_columns(weights.cols) if norm else 0
-        variant = WgmmaGemm(weights.kind, plan.tokens, epilogue, plan.cluster, plan.groups, columns)
+        variant = WgmmaGemm(first, plan.tokens, epilogue, plan.cluster, plan.groups, columns, second)
         if gemm_norm.too_wide(columns, variant.registers[1]):  # the tile of so few registers is for few tokens alone
             return self.product(weights, m, gate=gate, half=half, norm=True, tokens=_WIDER_TILE, room=room)
         if norm:
@@ -163,11 +222,14 @@ class Gemms:
             plan = replace(plan, blocks=max(plan.blocks, min(places, wanted)))
         return WgmmaProduct(m, weights.outputs, weights.cols, self._kernel(variant), variant, plan)
 
-    def workspace(self, kind: str, rows: int, cols: int, m: int) -> int:
-        """Bytes of workspace that the product of M tokens with `rows` packed rows of `cols` wants, if there is room."""
+    def workspace(self, kind: str, rows: int, cols: int, m: int, second: str = "", second_rows: int = 0) -> int:
+        """Bytes of workspace that the product of M tokens with `rows` packed rows of `cols` wants, if there is room.
+
+        The last `second_rows` are of the kind `second`, where there is one.
+        """
         if self.tier == "mma":
             return 0
-        forced = (None, None, None, self.invariant)
+        forced = (None, None, None, self.invariant, _behind(second, second_rows))
         plan = make_plan(m, rows, cols, FRAGMENT_KINDS[kind], self.multiprocessors, *forced)
         return plan_workspace(kind, plan)
 
@@ -190,6 +252,19 @@ class Gemms:
     def close(self) -> None:
         """Unload the kernels; their launches must not run any more."""
         self._shelf.close()
+
+
+def why_not_mixed(rows: int, cols: int, second_cols: int) -> str | None:
+    """The reason why matrices of `rows` x `cols` and others of another kind cannot be one product's, or None."""
+    if cols != second_cols:
+        return f"matrices of one product have one width: {cols} against {second_cols}"
+    if rows % SLAB:
+        return f"rows of the first kind must fill slabs of {SLAB}, got {rows}"
+    return None
+
+
+def _behind(kind: str, rows: int) -> Behind | None:
+    return Behind(FRAGMENT_KINDS[kind], rows) if kind else None
 
 
 def why_no_norm(tier: str, cols: int) -> str | None:
@@ -234,11 +309,18 @@ class _Product:
             raise ShapeError(f"rows of {self.outputs} results of {item} bytes do not fit a pitch of {pitch} bytes")
         return pitch
 
-    def _check(self, kind: str, epilogue: Epilogue, weights: DeviceWeights, add: bool, out_scale: int) -> None:
-        if (weights.kind, weights.outputs, weights.cols) != (kind, self.outputs, self.cols):
+    def _check(
+        self,
+        kinds: tuple[str, ...],
+        epilogue: Epilogue,
+        weights: DeviceWeights | MixedWeights,
+        add: bool,
+        out_scale: int,
+    ) -> None:
+        if (weights.kinds, weights.outputs, weights.cols) != (kinds, self.outputs, self.cols):
             raise ShapeError(
-                f"the product is for {kind} {self.outputs} x {self.cols}, "
-                f"the weights are {weights.kind} {weights.outputs} x {weights.cols}"
+                f"the product is for {' and '.join(kinds)} {self.outputs} x {self.cols}, "
+                f"the weights are {' and '.join(weights.kinds)} {weights.outputs} x {weights.cols}"
             )
         if add and (epilogue.half or epilogue.gate):
             raise ShapeError("only a plain float32 result can be added to")
@@ -269,7 +351,7 @@ class WgmmaProduct(_Product):
 
     def bind(
         self,
-        weights: DeviceWeights,
+        weights: DeviceWeights | MixedWeights,
         x: HalfRows,
         out: int,
         pitch: int | None = None,
@@ -288,9 +370,12 @@ class WgmmaProduct(_Product):
         plan = self.plan
         if (norm is not None) != bool(self.variant.norm):
             raise ShapeError(f"the product {'norms its rows' if self.variant.norm else 'takes operands'}, got {norm!r}")
-        self._check(self.variant.kind, self.variant.epilogue, weights, add, out_scale)
-        addresses = (weights.data, weights.row_scale, x.scale, weights.bias, x.norm, out_scale, workspace)
-        shape = (self.m, plan.token_tiles, plan.slabs, plan.steps, plan.swath, plan.split_tiles, plan.workers)
+        kinds = tuple(kind.name for kind in self.variant.kinds)
+        self._check(kinds, self.variant.epilogue, weights, add, out_scale)
+        first, behind = (weights.first, weights.second.data) if isinstance(weights, MixedWeights) else (weights, 0)
+        addresses = (first.data, behind, first.row_scale, x.scale, first.bias, x.norm, out_scale, workspace)
+        tiles = (plan.token_tiles, plan.slabs, first.slabs, plan.steps)
+        shape = (self.m, *tiles, plan.swath, plan.split_tiles, plan.workers)
         rows = (0, 0, 0, 0, 0.0) if norm is None else (norm.hidden, norm.weight, x.half, self.cols, norm.eps)
         tensors = maps, maps + MAP_BYTES
         return self.kernel.bind(plan.blocks, *tensors, *addresses, *weights.bounds(), *shape, int(add), *rows)
@@ -323,10 +408,9 @@ class MmaProduct(_Product):
     ) -> Launch:
         """As WgmmaProduct.bind; `maps` and `workspace` are not used."""
         epilogue = self.variant.epilogue
-        self._check(self.variant.kind, epilogue, weights, add, out_scale)
-        slabs = -(-weights.rows // 64)
+        self._check((self.variant.kind,), epilogue, weights, add, out_scale)
         token_tiles = -(-self.m // self.variant.tokens)
         addresses = (x.half, out, weights.data, weights.row_scale, x.scale, weights.bias, x.norm, out_scale)
-        shape = (self.m, self.outputs, self._pitch(pitch, epilogue.item), self.cols, slabs, token_tiles)
-        blocks = token_tiles * -(-slabs // 2)
+        shape = (self.m, self.outputs, self._pitch(pitch, epilogue.item), self.cols, weights.slabs, token_tiles)
+        blocks = token_tiles * -(-weights.slabs // 2)
         return self.kernel.bind(blocks, *addresses, *weights.bounds(), *shape, int(add))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from frink_numba.kernels.gemm_epilogue import chunk_tokens
 from frink_numba.kernels.gemm_kinds import FragmentKind
@@ -58,6 +59,13 @@ def blocks_on_multiprocessor(tokens: int, cluster: int, groups: int) -> int:
     return 2 if groups == 1 or tokens <= 16 else 1
 
 
+class Behind(NamedTuple):
+    """Weights of a second kind: the last `rows` of a product's."""
+
+    kind: FragmentKind
+    rows: int
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """tokens: of a tile; cluster: blocks that share a tile's tokens; groups: slabs of each block.
@@ -90,10 +98,12 @@ def make_plan(
     cluster: int | None = None,
     groups: int | None = None,
     whole: bool = False,
+    behind: Behind | None = None,
 ) -> Plan:
     """The fastest plan for M tokens and `rows` packed weight rows of `cols`.
 
-    `tokens`, `cluster` and `groups` force the tile; `whole`: no tile is cut along K.
+    `tokens`, `cluster` and `groups` force the tile; `whole`: no tile is cut along K. behind: those of the rows that are
+    of another kind.
     """
     plans = [
         plan
@@ -106,7 +116,7 @@ def make_plan(
         and (tokens or groups or t in COMMON[g] or m % _COMES_AGAIN == 0)
         # Two blocks share the widest tiles only: smaller ones wait more for each other than they save.
         for c in ([cluster] if cluster else [2, 1] if t == TOKEN_TILES[-1] else [1])
-        for plan in layouts(m, rows, cols, kind, multiprocessors, t, c, g)
+        for plan in layouts(m, rows, cols, kind, multiprocessors, t, c, g, behind)
         if not (whole and plan.split_tiles)
     ]
 
@@ -118,14 +128,24 @@ def make_plan(
 
 
 def layouts(
-    m: int, rows: int, cols: int, kind: FragmentKind, multiprocessors: int, tokens: int, cluster: int, groups: int
+    m: int,
+    rows: int,
+    cols: int,
+    kind: FragmentKind,
+    multiprocessors: int,
+    tokens: int,
+    cluster: int,
+    groups: int,
+    behind: Behind | None = None,
 ) -> Iterator[Plan]:
     """The plans with one tile: whole tiles; those beyond full waves cut into equal parts; equal ends for all."""
     token_tiles = -(-m // tokens)
     slabs = -(-rows // 64)
     steps = -(-cols // 64)
     step_groups = -(-steps // 4)
-    tiles = token_tiles * -(-slabs // (groups * cluster))
+    # Tiles are of one kind each: of slabs of the first kind, then of those behind them.
+    last = -(-behind.rows // 64) if behind else 0
+    tiles = token_tiles * sum(-(-count // (groups * cluster)) for count in (slabs - last, last))
     resident = blocks_on_multiprocessor(tokens, cluster, groups)
     places = max(1, multiprocessors * resident // cluster)
     swath = max(1, min(token_tiles, _BAND_BYTES // (tokens * cols * 2)))
@@ -134,6 +154,8 @@ def layouts(
 
     def step_of(busy: float) -> float:
         step = _step(kind, tokens, cluster, groups, crowd, busy)
+        if behind:
+            step += (_step(behind.kind, tokens, cluster, groups, crowd, busy) - step) * last / slabs
         if (cluster == 1) == (m >= _MANY_TOKENS and tokens == TOKEN_TILES[-1]):
             step *= _OTHER_CLUSTER
         return step * (_LONE_SLAB if groups == 1 else 1.0)
@@ -159,7 +181,7 @@ def layouts(
     for parts in range(2, min(places // rest, step_groups // _LEAST_GROUPS) + 1):
         own = -(-step_groups // parts) * 4 * step
         time = waves * whole_tile + own + tile_end + part * (1 + parts) / 2
-        if waves and kind.operations:
+        if waves and max(kind.operations, behind.kind.operations if behind else 0):
             time *= _REST_CUT
         yield plan(places if waves else rest * parts, rest, rest * parts, time * big)
     split_tiles = tiles if waves <= 1 else rest + places

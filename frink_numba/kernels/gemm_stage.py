@@ -6,7 +6,8 @@ import functools
 from typing import Any
 
 from frink_numba.kernels.gemm_emit import release
-from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS
+from frink_numba.kernels.gemm_kinds import FragmentKind
+from frink_numba.kernels.gemm_mixed import of_kind
 from frink_numba.kernels.ptx import Emitter, Register, emitted
 
 
@@ -22,15 +23,13 @@ def release_stage(cluster: int) -> Any:
 
 
 @functools.cache
-def load_weights_step(name: str, count: int, tokens_size: int, slot_size: int) -> Any:
-    """load(source, slab_bytes, step, slab, slabs, slot, barrier): arm a stage's barrier and fetch `count` slabs' step.
+def load_weights_step(kinds: tuple[FragmentKind, ...], count: int, tokens_size: int, slot_size: int) -> Any:
+    """load(source, slab_bytes, second, step, slab, slabs, slot, barrier): arm a stage's barrier and fetch a step.
 
-    `tokens_size`: bytes of the tokens that the barrier waits for as well; `slot_size`: from one slab's room to the
-    next. `source` is where the first slab begins. Slabs beyond the last are left out. The header of a record comes
-    with its first step.
+    `count`: how many slabs' step. `tokens_size`: bytes of the tokens that the barrier waits for as well; `slot_size`:
+    from one slab's room to the next. `source` is where the first slab begins. Slabs beyond the last, `slabs`, are left
+    out. The header of a record comes with its first step. kinds: one or two, of which `second` tells (gemm_mixed.py).
     """
-    kind = FRAGMENT_KINDS[name]
-    header, step_size, record = kind.header_size, kind.step_size, kind.record_size
 
     def copy(e: Emitter, target: Register, source: Register, size: Register, barrier: Register) -> None:
         e.asm(
@@ -39,11 +38,12 @@ def load_weights_step(name: str, count: int, tokens_size: int, slot_size: int) -
             [target, source, size, barrier],
         )
 
-    @emitted(None, "u64", "u64", "u32", "u32", "u32", "u32", "u32")
+    @emitted(None, "u64", "u64", "u32", "u32", "u32", "u32", "u32", "u32")
     def load(
         e: Emitter,
         source: Register,
         slab_bytes: Register,
+        second: Register,
         step: Register,
         slab: Register,
         slabs: Register,
@@ -55,15 +55,20 @@ def load_weights_step(name: str, count: int, tokens_size: int, slot_size: int) -
         def chosen(flag: Any, yes: Register, no: Register) -> Register:
             return Register(e, yes.kind, b.select(flag, yes.value, no.value))
 
-        if kind.group_steps == 1:
-            at, size = e.widen(step) * step_size, e.constant("u32", step_size)
-        else:
-            first = b.icmp_unsigned("==", (step & 3).value, e.constant("u32", 0).value)
-            inner = chosen(first, e.constant("u32", 0), (step & 3) * step_size + header)
-            at = e.widen(step >> 2) * record + e.widen(inner)
+        def place(kind: FragmentKind) -> tuple[Register, Register, Register]:
+            """Where the step begins in a slab, its bytes, and where it goes in its slot."""
+            header, step_size = kind.header_size, kind.step_size
+            if kind.group_steps == 1:
+                return e.widen(step) * step_size, e.constant("u32", step_size), zero
+            first = b.icmp_unsigned("==", (step & 3).value, zero.value)
+            inner = chosen(first, zero, (step & 3) * step_size + header)
             size = chosen(first, e.constant("u32", header + step_size), e.constant("u32", step_size))
-            slot = slot + chosen(first, e.constant("u32", 0), e.constant("u32", header))
+            behind_header = chosen(first, zero, e.constant("u32", header))
+            return e.widen(step >> 2) * kind.record_size + e.widen(inner), size, behind_header
+
         zero = e.constant("u32", 0)
+        at, size, inside = (of_kind(e, second, each) for each in zip(*map(place, kinds), strict=True))
+        slot = slot + inside
         there = [b.icmp_unsigned("<", (slab + i).value, slabs.value) for i in range(count)]
         total = e.constant("u32", tokens_size)
         for flag in there:

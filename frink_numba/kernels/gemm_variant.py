@@ -19,6 +19,7 @@ ARGUMENTS = (
     ("x_map", "u64"),  # tensor map of the tokens, in device memory
     ("out_map", "u64"),
     ("weights", "u64"),
+    ("behind", "u64"),  # the weights of the second kind, else 0
     ("row_scale", "u64"),
     ("token_scale", "u64"),  # float32 [m]
     ("bias", "u64"),  # float32 [slabs * 64], or 0
@@ -30,7 +31,8 @@ ARGUMENTS = (
     ("c0", "f32"),
     ("m", "u32"),
     ("token_tiles", "u32"),
-    ("slabs", "u32"),
+    ("slabs", "u32"),  # of both kinds
+    ("border", "u32"),  # slabs of the first kind
     ("steps", "u32"),
     ("swath", "u32"),  # token tiles that are walked through together, for the L2 cache
     ("split_tiles", "u32"),
@@ -50,6 +52,7 @@ ARGUMENTS = (
 class WgmmaGemm:
     """The kind of the weights, T tokens a tile (a multiple of 8), the epilogue, the blocks of a cluster (1 or 2), and
     the consumer groups of a block (1 to 3), each with its slab. norm: most columns of an RMS norm in front; 0: none.
+    second: the kind of the weights behind the first ones, or "".
     """
 
     kind: str
@@ -58,6 +61,7 @@ class WgmmaGemm:
     cluster: int = 1
     groups: int = 2
     norm: int = 0
+    second: str = ""
 
     @property
     def resident(self) -> int:
@@ -79,18 +83,14 @@ class WgmmaGemm:
         return (40, 232) if self.tokens > 128 else (56, 224)
 
     @property
-    def row(self) -> FragmentKind:
-        return FRAGMENT_KINDS[self.kind]
-
-    @property
-    def direct(self) -> bool:
-        """The weights are f16 in the file already: the tensor cores read them from shared memory."""
-        return self.row.scales is None
+    def kinds(self) -> tuple[FragmentKind, ...]:
+        """The kind of the weights; with a second kind, both."""
+        return tuple(FRAGMENT_KINDS[name] for name in (self.kind, self.second) if name)
 
     @property
     def slot(self) -> int:
-        """Bytes of one slab's step in a stage: room for the header, then the step."""
-        return -(-(self.row.header_size + self.row.step_size) // 128) * 128
+        """Bytes of one slab's step in a stage: room for the header, then the step, of the larger kind."""
+        return max(-(-(kind.header_size + kind.step_size) // 128) * 128 for kind in self.kinds)
 
     @property
     def stage(self) -> int:

@@ -13,6 +13,9 @@ one range for each of the first `workers` clusters; the remaining tiles go to al
 begins inside a tile writes its sums to the workspace; the one that has the tile's first group adds them up, in order,
 so that results repeat bit by bit. Flags in the workspace are back at zero at the end.
 
+The weights may be of two kinds, one behind the other (gemm_mixed.py). A tile is of one kind, and each kind has a main
+loop of its own (gemm_loop.py).
+
 With a norm in front (gemm_norm.py), the consumers first make the operands, and all blocks meet before a tile is begun.
 
 Registers: the accumulators take T/2, two sets of 16 fragments alternate. See `gemm_emit.keep` for the hazard that
@@ -33,22 +36,15 @@ def build(gemm: WgmmaGemm, norm_ops: Any = None) -> Any:
     from numba import cuda, types
 
     from frink_numba.kernels.gemm_emit import (
-        first_block,
-        fragment_ops,
-        keep,
         locate,
-        multiply_shared,
-        multiply_step,
         next_segment,
         next_stage,
-        other_blocks,
         parts_after,
         range_start,
-        wait_multiplied,
-        wait_one_pending,
-        zeros,
     )
-    from frink_numba.kernels.gemm_stage import load_weights_step, release_stage
+    from frink_numba.kernels.gemm_loop import main_loop
+    from frink_numba.kernels.gemm_mixed import slab_sets, slab_source
+    from frink_numba.kernels.gemm_stage import load_weights_step
     from frink_numba.kernels.gemm_store import partial_ops, store_tile
     from frink_numba.kernels.grid_meeting import arrive, fence_proxy_async_global, leave
     from frink_numba.kernels.instructions import (
@@ -61,7 +57,6 @@ def build(gemm: WgmmaGemm, norm_ops: Any = None) -> Any:
         load_float,
         mbarrier_init,
         mbarrier_wait,
-        mbarrier_wait_if,
         named_barrier,
         peer_address,
         prefetch_map,
@@ -74,17 +69,14 @@ def build(gemm: WgmmaGemm, norm_ops: Any = None) -> Any:
     from frink_numba.kernels.ptx import numba_type, shared_address
     from frink_numba.kernels.row_operations import quotient, reciprocal, root, row_scales, store_float
 
-    kind = gemm.row
     TOKENS, STAGES, SLOT, GROUPS = gemm.tokens, gemm.stages, gemm.slot, gemm.groups
     X_STAGE, W_STAGE = TOKENS * 128, GROUPS * SLOT
-    RECORD, PER_RECORD = kind.record_size, kind.group_steps
     BUFFERS = gemm.buffers * gemm.epilogue.buffer_size(TOKENS)
     COLUMNS = gemm.epilogue.columns
     CLUSTER, SIDES = gemm.cluster, gemm.sides
     PARTIAL = gemm.partial // SIDES
     X_PART = X_STAGE // CLUSTER
-    HALF, DIRECT = gemm.epilogue.half, gemm.direct
-    TAIL = PER_RECORD == 1
+    HALF = gemm.epilogue.half
     STAGING_AT = STAGES * X_STAGE
     WEIGHTS_AT = STAGING_AT + GROUPS * BUFFERS
     SCALES_AT = WEIGHTS_AT + STAGES * W_STAGE
@@ -95,23 +87,20 @@ def build(gemm: WgmmaGemm, norm_ops: Any = None) -> Any:
     no_op: Any = None
     load_row, measure_row, put_row, AHEAD, ROW_SCRATCH = norm_ops or (no_op, no_op, no_op, False, 0)
 
-    header, load_codes, (convert, *_) = fragment_ops(gemm.kind)
-    multiply_first, (rest0, rest1, rest2, rest3) = first_block(TOKENS), other_blocks(gemm.kind, TOKENS, CLUSTER)
-    multiply, multiply_direct = multiply_step(TOKENS), multiply_shared(TOKENS)
-    wait_all, no_sums, no_fragments = wait_multiplied(TOKENS), zeros(TOKENS // 2), zeros(16, "u32")
+    multiply_segment = main_loop(gemm)
     advance = next_stage(STAGES)
     write_partial, add_partials, TOGETHER = partial_ops(TOKENS, SIDES * PARTIAL)
     store = store_tile(TOKENS, gemm.epilogue, gemm.buffers)
     fewer_registers, more_registers = (
         set_registers(count, more=more) for count, more in zip(gemm.registers, (False, True), strict=True)
     )
-    release = release_stage(CLUSTER)
-    load_weights = load_weights_step(gemm.kind, GROUPS, TOKENS * 128, SLOT)
+    count_sets, find_set = slab_sets(SIDES, bool(gemm.second))
+    find_weights, load_weights = slab_source(gemm.kinds), load_weights_step(gemm.kinds, GROUPS, TOKENS * 128, SLOT)
     u32, u64, f32 = types.uint32, types.uint64, types.float32
 
     def gemm_wgmma(
-        x_map, out_map, weights, row_scale, token_scale, bias, token_norm, out_scale, workspace, c2, c1, c0, m,
-        token_tiles, slabs, steps, swath, split_tiles, workers, add, hidden, norm_weight, half, cols, eps,
+        x_map, out_map, weights, behind, row_scale, token_scale, bias, token_norm, out_scale, workspace, c2, c1, c0, m,
+        token_tiles, slabs, border, steps, swath, split_tiles, workers, add, hidden, norm_weight, half, cols, eps,
     ):  # fmt: skip
         shared = cuda.shared.array(0, types.uint8, alignment=1024)
         base = shared_address(shared)
@@ -124,10 +113,9 @@ def build(gemm: WgmmaGemm, norm_ops: Any = None) -> Any:
             rank = cluster_rank()
         block = u32(u32(cuda.blockIdx.x) >> u32(CLUSTER - 1))
         blocks = u32(u32(cuda.gridDim.x) >> u32(CLUSTER - 1))
-        sets = u32(u32(slabs + u32(SIDES - 1)) // u32(SIDES))
+        sets = count_sets(border, slabs)
         tiles = u32(token_tiles * sets)
         groups = u32((steps + u32(3)) >> u32(2))
-        slab_bytes = u64(steps >> u32(PER_RECORD >> 1)) * u64(RECORD)
         if thread == 0:
             prefetch_map(x_map)
             prefetch_map(out_map)
@@ -165,13 +153,13 @@ def build(gemm: WgmmaGemm, norm_ops: Any = None) -> Any:
                 ahead = u32(0)
                 if first < last or whole < tiles:
                     ahead = u32(min(u32(min(u32(g1 << u32(2)), steps) - begin), u32(STAGES)))
-                slab = u32(slab_set * u32(SIDES) + rank * u32(GROUPS))
+                slab, end, second = find_set(slab_set, border, slabs)
+                slab = u32(slab + rank * u32(GROUPS))
+                source, slab_bytes = find_weights(weights, behind, slab, border, second, steps)
                 for i in range(ahead):
                     w_slot = base + u32(WEIGHTS_AT) + u32(i) * u32(W_STAGE)
-                    load_weights(
-                        weights + u64(slab) * slab_bytes, slab_bytes, u32(begin + u32(i)), slab, slabs, w_slot,
-                        full + u32(i) * u32(8),
-                    )  # fmt: skip
+                    barrier = full + u32(i) * u32(8)
+                    load_weights(source, slab_bytes, second, u32(begin + u32(i)), slab, end, w_slot, barrier)
                 wait_for_predecessors()
                 if NORM:
                     while load_acquire(meeting) < arrivals:
@@ -181,8 +169,9 @@ def build(gemm: WgmmaGemm, norm_ops: Any = None) -> Any:
                     tile, g0, g1, first, whole = next_segment(first, last, whole, groups, blocks)
                     token_tile, slab_set = locate(tile, swath, sets, token_tiles)
                     token = token_tile * u32(TOKENS) + rank * u32(TOKENS // CLUSTER)
-                    slab = u32(slab_set * u32(SIDES) + rank * u32(GROUPS))
-                    source = weights + u64(slab) * slab_bytes
+                    slab, end, second = find_set(slab_set, border, slabs)
+                    slab = u32(slab + rank * u32(GROUPS))
+                    source, slab_bytes = find_weights(weights, behind, slab, border, second, steps)
                     for k in range(u32(g0 << u32(2)), min(u32(g1 << u32(2)), steps)):
                         barrier = full + stage * u32(8)
                         if ahead > 0:
@@ -190,7 +179,7 @@ def build(gemm: WgmmaGemm, norm_ops: Any = None) -> Any:
                         else:
                             mbarrier_wait(empty + stage * u32(8), phase ^ u32(1))
                             w_slot = base + u32(WEIGHTS_AT) + stage * u32(W_STAGE)
-                            load_weights(source, slab_bytes, u32(k), slab, slabs, w_slot, barrier)
+                            load_weights(source, slab_bytes, second, u32(k), slab, end, w_slot, barrier)
                         x_slot = base + stage * u32(X_STAGE)
                         if CLUSTER > 1:
                             tma_multicast_2d(
@@ -261,7 +250,8 @@ def build(gemm: WgmmaGemm, norm_ops: Any = None) -> Any:
                 count = u32(min(u32(g1 << u32(2)), steps) - (g0 << u32(2)))
                 token_tile, slab_set = locate(tile, swath, sets, token_tiles)
                 token = token_tile * u32(TOKENS)
-                slab = u32(slab_set * u32(SIDES) + part)
+                slab, end, second = find_set(slab_set, border, slabs)
+                slab = u32(slab + part)
                 # What the epilogue multiplies by, on its way from memory while the main loop runs.
                 n = u64(min(slab, u32(slabs - u32(1))) * u32(64) + row) * u64(4)
                 scale_a = load_float(row_scale + n)
@@ -284,85 +274,9 @@ def build(gemm: WgmmaGemm, norm_ops: Any = None) -> Any:
                     norm_0 = load_float(token_norm + mine_0)
                     if OWN > 1:
                         norm_1 = load_float(token_norm + mine_1)
-                acc = no_sums()
-                # The step in flight when a segment begins: none yet, so that no lane is to release a stage.
-                done = u32(freed)
-                idle = u32(32)
-                if DIRECT:
-                    for _ in range(count):
-                        mbarrier_wait(full + stage * u32(8), phase)
-                        acc = multiply_direct(acc, slot + stage * u32(W_STAGE), base + stage * u32(X_STAGE))
-                        wait_one_pending()
-                        release(done, lane + idle)
-                        idle = u32(0)
-                        done = u32(freed + stage * u32(8))
-                        stage, phase = advance(stage, phase)
-                    acc = wait_all(acc)
-                    release(done, lane + idle)
-                else:
-                    odd = no_fragments()
-                    left = u32(count)
-                    mbarrier_wait(full + stage * u32(8), phase)
-                    at = u32(slot + stage * u32(W_STAGE))
-                    shared_scales = header(at, row)
-                    codes = load_codes(at, local, row)
-                    even = convert(codes, shared_scales)
-                    for _ in range(count >> u32(2)):
-                        # Four steps in a straight line: the fragments of a step take one register set, those of the
-                        # next step the other, which are made while the products run.
-                        tile_at = u32(base + stage * u32(X_STAGE))
-                        acc = multiply_first(acc, even, tile_at)
-                        now = u32(freed + stage * u32(8))
-                        stage, phase = advance(stage, phase)
-                        mbarrier_wait(full + stage * u32(8), phase)
-                        codes = load_codes(u32(slot + stage * u32(W_STAGE)), local, row)
-                        acc, odd = rest1(acc, even, tile_at, odd, codes, shared_scales, never, base, done, lane + idle)
-                        done = now
-                        idle = u32(0)
-
-                        tile_at = u32(base + stage * u32(X_STAGE))
-                        acc = multiply_first(acc, odd, tile_at)
-                        now = u32(freed + stage * u32(8))
-                        stage, phase = advance(stage, phase)
-                        mbarrier_wait(full + stage * u32(8), phase)
-                        codes = load_codes(u32(slot + stage * u32(W_STAGE)), local, row)
-                        acc, even = rest2(acc, odd, tile_at, even, codes, shared_scales, never, base, done, lane)
-                        done = now
-
-                        tile_at = u32(base + stage * u32(X_STAGE))
-                        acc = multiply_first(acc, even, tile_at)
-                        now = u32(freed + stage * u32(8))
-                        stage, phase = advance(stage, phase)
-                        mbarrier_wait(full + stage * u32(8), phase)
-                        codes = load_codes(u32(slot + stage * u32(W_STAGE)), local, row)
-                        acc, odd = rest3(acc, even, tile_at, odd, codes, shared_scales, never, base, done, lane)
-                        done = now
-
-                        tile_at = u32(base + stage * u32(X_STAGE))
-                        acc = multiply_first(acc, odd, tile_at)
-                        now = u32(freed + stage * u32(8))
-                        stage, phase = advance(stage, phase)
-                        left = u32(left - u32(4))
-                        mbarrier_wait_if(full + stage * u32(8), phase, left)
-                        at = u32(slot + stage * u32(W_STAGE))
-                        shared_scales = header(at, row)
-                        codes = load_codes(at, local, row)
-                        acc, even = rest0(acc, odd, tile_at, even, codes, shared_scales, never, base, done, lane)
-                        done = now
-                    acc = wait_all(acc)
-                    keep(odd, never, base)
-                    release(done, lane + idle)
-                    if TAIL:
-                        for _ in range(count & u32(3)):
-                            acc = multiply(acc, even, base + stage * u32(X_STAGE))
-                            acc = wait_all(acc)
-                            keep(even, never, base)
-                            release(u32(freed + stage * u32(8)), lane)
-                            stage, phase = advance(stage, phase)
-                            left = u32(left - u32(1))
-                            mbarrier_wait_if(full + stage * u32(8), phase, left)
-                            codes = load_codes(u32(slot + stage * u32(W_STAGE)), local, row)
-                            even = convert(codes, shared_scales)
+                acc, stage, phase = multiply_segment(
+                    second, base, slot, full, freed, stage, phase, count, local, lane, row, never
+                )
 
                 sums = workspace + u64(FLAG_BYTES) + u64(part) * u64(PARTIAL)
                 if g0 != 0:
@@ -386,7 +300,7 @@ def build(gemm: WgmmaGemm, norm_ops: Any = None) -> Any:
                         named_barrier(side + u32(1), u32(128))
                         for i in range(local, parts, u32(128)):
                             store_release(flags + u64(u32(i) * u32(4 * SIDES)), u32(0))
-                    if slab < slabs:
+                    if slab < end:
                         write_scale = u64(0)
                         if HALF and slab == 0:
                             write_scale = out_scale + u64(token) * u64(4)

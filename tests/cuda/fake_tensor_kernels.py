@@ -186,7 +186,16 @@ def _product(
     address, outputs, pitch = out
     epilogue, m = variant.epilogue, len(x)
     rows = 2 * outputs if epilogue.gate else outputs
-    w = _weights(memory, variant.kind, rows, cols, a.weights, a.row_scale)
+    if getattr(variant, "second", ""):
+        first, border = SLAB * a.border, 4 * SLAB * a.border
+        w = np.concatenate(
+            [
+                _weights(memory, variant.kind, first, cols, a.weights, a.row_scale),
+                _weights(memory, variant.second, rows - first, cols, a.behind, a.row_scale + border),
+            ]
+        )
+    else:
+        w = _weights(memory, variant.kind, rows, cols, a.weights, a.row_scale)
     y = x @ w.T
     if epilogue.gate:
         pairs = y[:, :rows].reshape(m, -1, 2, 8)

@@ -43,7 +43,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     def recorded(kernel: fake_tensor.FakeKernel, blocks: int, *values: float) -> Any:
         variant = kernel.variant
         if isinstance(variant, MmaGemm | WgmmaGemm):  # whole tiles of any size are alike
-            variant = (variant.kind, variant.epilogue)
+            variant = (variant.kind, getattr(variant, "second", ""), variant.epilogue)
         made.append((kernel.name, repr(variant)))
         if "split_tiles" in dict(kernel.arguments):
             at = [name for name, _ in kernel.arguments].index("split_tiles")

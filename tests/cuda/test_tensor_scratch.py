@@ -177,18 +177,13 @@ def test_sums_without_room_are_done_without() -> None:
     """Products are cut along K as the planner likes where there is room for their sums, and not at all elsewhere."""
     layers, edges, _ = described_model(SHAPES["3b"])
     made = TensorScratch.of(layers, KERNELS)
-    liked = {
-        product.stage: KERNELS.gemms.workspace(product.kind, product.rows, product.cols, 1024)
-        for product in made.products
-        if product.kind == "Q6_K"
-    }
+    liked = {product.stage: product.workspace(KERNELS, 1024) for product in made.products if product.kind == "Q6_K"}
     assert liked["qkv"] > FLAG_BYTES  # v alone, in every second layer
     places = made.places(1024)
     assert "qkv" not in places.sums
     assert places.nbytes <= made.allowed < places.nbytes + liked["qkv"] - FLAG_BYTES
     assert made.places(512).sums == {
-        stage: max(KERNELS.gemms.workspace(*product[1:], 512) for product in made.products if product.stage == stage)
-        - FLAG_BYTES
+        stage: max(product.workspace(KERNELS, 512) for product in made.products if product.stage == stage) - FLAG_BYTES
         for stage in ("qkv", "down")
     }
     assert HeadSize.of(None, 3) is HeadSize.of(edges, 0) is None

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from frink_numba.kernels import gemm_variant
-from frink_numba.kernels.gemm import DeviceWeights, Gemms, HalfRows, source_of
+from frink_numba.kernels.gemm import Gemms, HalfRows, source_of
 from frink_numba.kernels.gemm_pack import PackedMatrix
 from frink_numba.kernels.gemm_plan import Plan
 from frink_numba.kernels.thin_gemm import NormRows
 from tests.kernels.attention_machine import MachineDevice, linked_ptx
+from tests.kernels.packed_weights import place_weights
 from tests.kernels.ptx_machine import Program
 from tests.kernels.row_machine import MachineRows
 from tests.kernels.thin_machine import ThinMachine
@@ -238,7 +239,7 @@ class _MachineKernel:
 
 
 def run_on_machine(
-    packed: PackedMatrix,
+    packed: PackedMatrix | tuple[PackedMatrix, PackedMatrix],
     x: np.ndarray,
     plan: Plan,
     *,
@@ -253,7 +254,8 @@ def run_on_machine(
 ) -> np.ndarray:
     """float32 [m, outputs] of a product with this cut; f16 operands are x rounded, with a scale of 1.
 
-    norm: weight and eps of an RMS norm of x that the launch does itself, whose operands are checked to the bit.
+    packed: of one kind, or two of two kinds. norm: weight and eps of an RMS norm of x that the launch does itself,
+    whose operands are checked to the bit.
     """
     device = MachineDevice(32 << 20)
     m = x.shape[0]
@@ -266,20 +268,13 @@ def run_on_machine(
         operand[:], scale[:] = x, 1
         norms[:m] = np.linalg.norm(operand.astype(np.float32), axis=1)
     rows = HalfRows(device.place(operand), device.place(scale), device.place(norms))
-    bias_at = 0
-    if bias is not None:
-        padded = np.zeros(packed.slabs * 64, np.float32)
-        padded[: bias.size] = bias
-        bias_at = device.place(padded)
-    weights = DeviceWeights.of(
-        packed, device.place(packed.data), device.place(packed.row_scale), bias_at, 0.0 if bias is None else 9.0
-    )
+    weights = place_weights(packed if isinstance(packed, tuple) else (packed,), device.place, bias)
     gemms = MachineGemms(device, multiprocessors, change)
     product: Any = gemms.product(weights, m, gate=gate, half=half, norm=norm is not None, plan=plan)
-    width = -(-packed.outputs // 8) * 8 + 8
+    width = -(-weights.outputs // 8) * 8 + 8
     start = np.full((m, width), np.nan, np.float16 if half else np.float32)
     if add_to is not None:
-        start[:, : packed.outputs] = add_to
+        start[:, : weights.outputs] = add_to
     out, out_scale = device.place(start), device.place(np.full(filled, np.nan, np.float32))
     workspace = np.zeros(product.workspace, np.uint8)
     workspace_at = device.place(workspace)
@@ -293,7 +288,7 @@ def run_on_machine(
     if source is not None:
         _check_operands(device, rows, source, *x.shape)
     assert not device.read(workspace_at)[: gemm_variant.FLAG_BYTES].any(), "flags are not back at zero"
-    result = device.read(out)[:, : packed.outputs].astype(np.float32)
+    result = device.read(out)[:, : weights.outputs].astype(np.float32)
     return result * device.read(out_scale)[:m, None] if half else result
 
 

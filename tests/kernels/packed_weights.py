@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
 
+from frink_numba.kernels.gemm import DeviceWeights, MixedWeights
 from frink_numba.kernels.gemm_kinds import SLAB, STEP
 from frink_numba.kernels.gemm_pack import PackedMatrix
 from frink_numba.quant import KINDS, QuantMatrix
@@ -36,6 +40,26 @@ def random_matrix(name: str, rows: int, cols: int, rng: np.random.Generator, sca
             d *= rng.choice([-1.0, 1.0], (rows, blocks))
         raw[..., at : at + 2] = d.astype(np.float16)[..., None].view(np.uint8)
     return QuantMatrix(kind, raw.reshape(rows, -1), rows, cols)
+
+
+def place_weights(
+    packs: Sequence[PackedMatrix], place: Callable[[np.ndarray], int], bias: np.ndarray | None = None
+) -> Any:
+    """One pack, or two of unlike kinds, as a product takes them; `place` puts an array on the device.
+
+    bias: of all rows, one after another.
+    """
+    scales = place(np.concatenate([packed.row_scale for packed in packs]))
+    biases, bound = 0, 0.0
+    if bias is not None:
+        filled = np.zeros(sum(SLAB * packed.slabs for packed in packs), np.float32)
+        filled[: bias.size] = bias  # only the last pack may end inside a slab
+        biases, bound = place(filled), float(np.abs(bias).max())
+    parts, at = [], 0
+    for packed in packs:
+        parts.append(DeviceWeights.of(packed, place(packed.data), scales + at, biases and biases + at, bound))
+        at += 4 * SLAB * packed.slabs
+    return MixedWeights(*parts) if len(parts) > 1 else parts[0]
 
 
 def unpack(packed: PackedMatrix) -> np.ndarray:

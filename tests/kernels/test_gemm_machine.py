@@ -8,7 +8,7 @@ import pytest
 from frink_numba.kernels import gemm
 from frink_numba.kernels.gemm_kinds import fragment_kind
 from frink_numba.kernels.gemm_pack import pack
-from frink_numba.kernels.gemm_plan import Plan, layouts
+from frink_numba.kernels.gemm_plan import Behind, Plan, layouts
 from tests.kernels.compiling import missing_tools
 from tests.kernels.gemm_device import dequantized, relative_error, worst_row_error
 from tests.kernels.gemm_machine import run_on_machine, stand_in_map
@@ -58,6 +58,43 @@ def test_products(kind: str, m: int, n: int, k: int, groups: int, tokens: int, s
     reference = x.astype(np.float64) @ dequantized([matrix]).T
     assert relative_error(out, reference) < LIMIT
     assert worst_row_error(out, reference) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("kinds", "m", "rows", "k", "groups", "tokens", "split"),
+    [
+        (("Q4_K", "Q6_K"), 50, (128, 100), 512, 2, 64, False),
+        (("Q4_K", "Q6_K"), 37, (192, 150), 1024, 2, 64, True),  # an odd slab before the border; tiles cut along K
+        (("Q5_K", "Q6_K"), 20, (256, 64), 512, 3, 64, False),  # sets that neither kind fills
+        (("Q4_0", "Q8_0"), 40, (64, 70), 352, 1, 32, False),  # tails of steps
+        (("Q8_0", "F16"), 40, (128, 70), 352, 2, 32, True),  # one kind is converted, the other is not
+        (("F16", "Q4_K"), 30, (64, 64), 512, 1, 32, False),
+        (("Q4_0", "Q6_K"), 30, (192, 130), 1024, 2, 64, True),  # records of one step, and of four
+    ],
+)
+def test_two_kinds_in_one_launch(
+    kinds: tuple[str, str], m: int, rows: tuple[int, int], k: int, groups: int, tokens: int, split: bool
+) -> None:
+    """Issue 4, QKV in one launch: each tile is of one kind, and has the bits that a launch of its own kind gives."""
+    rng = np.random.default_rng(k + m)
+    matrices = [random_matrix(kind, n, k, rng) for kind, n in zip(kinds, rows, strict=True)]
+    x, bias = rounded(rng, m, k), rounded(rng, sum(rows))
+    packs = pack(matrices[:1]), pack(matrices[1:])
+    first, second = (packed.kind for packed in packs)
+    plans = layouts(m, sum(rows), k, first, 3, tokens, 1, groups, Behind(second, rows[1]))
+    plan = list(plans)[-1 if split else 0]
+    assert bool(plan.split_tiles) == split
+    out = run_on_machine(packs, x, plan, bias=bias)
+    reference = x.astype(np.float64) @ dequantized(matrices).T + bias
+    assert relative_error(out, reference) < LIMIT
+    assert worst_row_error(out, reference) < 2e-3
+    if split:
+        return
+    alone = [
+        run_on_machine(packed, x, plan_of(kind, m, n, k, groups, tokens), bias=part)
+        for packed, kind, n, part in zip(packs, kinds, rows, np.split(bias, rows[:1]), strict=True)
+    ]
+    assert np.array_equal(out, np.concatenate(alone, axis=1))
 
 
 def test_gate_and_up() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from frink_numba.backend import Edges
 from frink_numba.cuda.arena import Layout
 from frink_numba.cuda.runtime import Runtime
-from frink_numba.cuda.tensor.weights import Pack
+from frink_numba.cuda.tensor.weights import Pack, group_sizes
 from frink_numba.cuda.traffic import Traffic
 from frink_numba.kernels.gemm import DeviceWeights, why_not
 from frink_numba.kernels.gemm_pack import PackedMatrix, pack
@@ -90,7 +90,7 @@ def _layout(edges: Edges) -> Layout:
     layout = Layout()
     matrices = [edges.embedding] if edges.output is edges.embedding else [edges.embedding, edges.output]
     for matrix in matrices:
-        for size in Pack((matrix,)).sizes():
+        for size in group_sizes((Pack((matrix,)),)):
             layout.add(size)
     layout.add(edges.output_norm.nbytes)
     return layout

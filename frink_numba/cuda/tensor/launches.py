@@ -1,9 +1,12 @@
 """The launches of a layer, and the places in a run's scratch that they work on: what all programs are made from.
 
-Eight launches a layer, nine with matrices of mixed kinds:
+Eight launches a layer:
 
     norm -> qkv product -> QK norm, rotation, mirror -> attention -> o product, added to hidden
     norm -> gate and up product with the activation  ->  down product, added to hidden
+
+More where matrices are of mixed kinds: Q, K and V of two kinds are one product on the `wgmma` tier and two elsewhere;
+gate and up of two kinds are two products, and the activation is a launch of its own.
 
 With NORMS_INSIDE two less on the `wgmma` tier: the products behind norms do them, unless rows are very wide. Up to
 THIN_ROWS rows, five: the products norm their operands themselves, and attention does what comes before it.
@@ -28,7 +31,7 @@ from frink_numba.errors import DeviceError
 from frink_numba.kernels import decode_attention
 from frink_numba.kernels.decode_attention import DecodeShape
 from frink_numba.kernels.fused_attention import HeadShape, RopeForm
-from frink_numba.kernels.gemm import DeviceWeights, HalfRows, why_no_norm
+from frink_numba.kernels.gemm import DeviceWeights, HalfRows, MixedWeights, why_no_norm
 from frink_numba.kernels.gemm_variant import FLAG_BYTES
 from frink_numba.kernels.thin_gemm import MOST_NORM_COLUMNS, NormRows
 from frink_numba.layer import RopeLayout
@@ -169,13 +172,19 @@ class Launches:
         at, m, shape = self._at, self._m, layer.shape
         x = self._normed("norm", self.hidden, shape.hidden, layer.vectors.get("attn_norm"), layer.layer.norm_eps, m)
         width = shape.query_width + 2 * shape.kv_width
-        for weights, column in layer.qkv:
+        for weights, column in self._qkv(layer):
             self._add("qkv", self._product(weights, x, at["qkv"] + 4 * column, 4 * width, stage="qkv"))
             x = _once_normed(x)
         if self._decodes(layer):
             self._add("attention", self._decode_attention(layer, self._attended(layer.scales[2]), record, rows))
         else:
             self._add("prepare", self._prepare(layer, record, rows))
+
+    def _qkv(self, layer: TensorLayer) -> Sequence[tuple[DeviceWeights | MixedWeights, int]]:
+        """The products of Q, K and V, and the columns where their results begin."""
+        if layer.mixed is not None and self._m > self._few and self._kernels.gemms.mixes:
+            return ((layer.mixed, 0),)
+        return layer.qkv
 
     def _layer_rest(self, layer: TensorLayer, record: int, first: int = 0) -> None:
         """Append the launches behind it, over rows `first` .. m-1 alone, to which `record` belongs."""
@@ -345,7 +354,7 @@ class Launches:
 
     def _product(
         self,
-        weights: DeviceWeights,
+        weights: DeviceWeights | MixedWeights,
         x: HalfRows | NormRows | RowsToNorm,
         out: int,
         pitch: int,

@@ -63,12 +63,22 @@ _SUMMING = {"qkv": _QKV, "attention": _ATTENTION, "o": _O, "gate_up": _GATE_UP, 
 
 
 class Product(NamedTuple):
-    """A product as `Gemms.workspace` asks for it; `stage` is one of _SUMMING."""
+    """A product as `Gemms.workspace` asks for it; `stage` is one of _SUMMING.
+
+    The last `second_rows` rows are of another kind, `second`, where there is one.
+    """
 
     stage: str
     kind: str
     rows: int
     cols: int
+    second: str = ""
+    second_rows: int = 0
+
+    def workspace(self, kernels: Any, m: int) -> int:
+        """Bytes that it wants for M tokens."""
+        wanted: int = kernels.gemms.workspace(self.kind, self.rows, self.cols, m, self.second, self.second_rows)
+        return wanted
 
 
 class HeadSize(NamedTuple):
@@ -136,7 +146,7 @@ class TensorScratch:
             rope_tables=len({rope_key(layer) for layer in layers} - {None}),
             post_norms=any(x.post_attn_norm is not None or x.post_ffn_norm is not None for x in layers),
             separate_gate=any(map(separate_gate, layers)),
-            products=frozenset(product for layer in layers for product in _products(layer)),
+            products=frozenset(product for layer in layers for product in _products(layer, kernels)),
             heads=frozenset((shape.n_heads, shape.n_kv_heads, shape.head_dim) for shape in shapes),
             allowed=max(_ANYWAY, share_left),
             kernels=kernels,
@@ -247,8 +257,8 @@ class TensorScratch:
             wanted["attention"] = self._few_row_sums(rows) if most_rows is None else _GROUP_SUMS
         for product, m in self._all_products(rows, head):
             if m > self._few:
-                size = self.kernels.gemms.workspace(product.kind, product.rows, product.cols, m)
-                wanted[product.stage] = max(wanted[product.stage], size - FLAG_BYTES)
+                size = product.workspace(self.kernels, m) - FLAG_BYTES
+                wanted[product.stage] = max(wanted[product.stage], size)
         return wanted
 
     def _few_row_sums(self, rows: int) -> int:
@@ -277,12 +287,16 @@ def step_bytes(batch: int, layers: int) -> int:
     return maps + SEQUENCE.itemsize * layers + 2 * 4 * batch + forms * 4 * (-(-batch // 256) * 256) + 4096
 
 
-def _products(layer: Layer) -> Iterator[Product]:
+def _products(layer: Layer, kernels: Any) -> Iterator[Product]:
     packs = LayerPacks.of(layer)
-    stages = [("qkv", part) for part in packs.qkv] + [("gate_up", part) for part in packs.gate_up]
+    stages = [("gate_up", part) for part in packs.gate_up]
+    if packs.mixed and kernels.gemms.mixes:
+        first, second = packs.qkv
+        yield Product("qkv", first.kind.name, first.rows + second.rows, first.cols, second.kind.name, second.rows)
+    else:
+        stages += [("qkv", part) for part in packs.qkv]
     for stage, part in (*stages, ("o", packs.o), ("down", packs.down)):
-        matrices = part.matrices
-        yield Product(stage, _form(matrices[0]), sum(matrix.rows for matrix in matrices), matrices[0].cols)
+        yield Product(stage, part.kind.name, part.rows, part.cols)
 
 
 def _file_bytes(layer: Layer) -> int:

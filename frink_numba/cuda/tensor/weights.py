@@ -1,6 +1,7 @@
 """A layer's weights on the device in the order of the tensor-core products, uploaded once (R8, R19).
 
 Projections of one kind and width that read the same operands share a pack, and so a launch: Q, K and V; gate and up.
+Where Q, K and V are of two kinds, their two packs may still be one product's.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from frink_numba.cuda.tensor.lifts import LARGEST_STREAM
 from frink_numba.cuda.traffic import Traffic
 from frink_numba.kernels import fused_attention
 from frink_numba.kernels.fused_attention import f16_scale
-from frink_numba.kernels.gemm import DeviceWeights, why_not
-from frink_numba.kernels.gemm_kinds import SLAB, fragment_kind
+from frink_numba.kernels.gemm import DeviceWeights, MixedWeights, why_not, why_not_mixed
+from frink_numba.kernels.gemm_kinds import SLAB, FragmentKind, fragment_kind
 from frink_numba.kernels.gemm_pack import PackedMatrix, pack
 from frink_numba.layer import Layer
 from frink_numba.quant import QuantMatrix
@@ -42,15 +43,23 @@ class Pack:
     factor: float = 1.0  # of all results, the bias too
 
     @property
-    def slabs(self) -> int:
-        return -(-sum(matrix.rows for matrix in self.matrices) // SLAB)
+    def rows(self) -> int:
+        return sum(matrix.rows for matrix in self.matrices)
 
-    def sizes(self) -> list[int]:
-        """Bytes of the codes, of the rows' scales, and of the bias if there is one."""
+    @property
+    def cols(self) -> int:
+        return self.matrices[0].cols
+
+    @property
+    def kind(self) -> FragmentKind:
+        """What the matrices are packed as."""
         kind = fragment_kind(self.matrices[0].kind.name)
         assert kind is not None  # `decline` has seen it
-        floats = 4 * SLAB * self.slabs
-        return [self.slabs * kind.slab_bytes(self.matrices[0].cols), floats] + [floats] * (self.bias is not None)
+        return kind
+
+    @property
+    def slabs(self) -> int:
+        return -(-self.rows // SLAB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +99,25 @@ class LayerPacks:
         )
         return cls(tuple(qkv), o, gate_up, down)
 
+    @property
+    def mixed(self) -> bool:
+        """Whether Q, K and V are two packs that can be one product's."""
+        return len(self.qkv) == 2 and why_not_mixed(self.qkv[0].rows, *(part.cols for part in self.qkv)) is None
+
+    def groups(self) -> tuple[tuple[Pack, ...], ...]:
+        """Packs whose rows' scales are one array on the device, and so are their biases: Q, K and V; each other one."""
+        return (self.qkv, *((part,) for part in (self.o, *self.gate_up, self.down)))
+
     def all(self) -> tuple[Pack, ...]:
-        return (*self.qkv, self.o, *self.gate_up, self.down)
+        return tuple(part for group in self.groups() for part in group)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorLayer:
     """A layer on the device: products, vectors by name as addresses, and what keeps their memory.
 
-    scales: powers of two by which q, K and V are divided on the device, so that f16 holds them (design: numerics).
+    mixed: all of qkv as one product, where they are of two kinds. scales: powers of two by which q, K and V are divided
+    on the device, so that f16 holds them (design: numerics).
     """
 
     layer: Layer
@@ -108,11 +127,19 @@ class TensorLayer:
     o: DeviceWeights
     gate_up: tuple[DeviceWeights, ...]
     down: DeviceWeights
+    mixed: MixedWeights | None
     vectors: dict[str, int]
     scales: tuple[float, float, float]
     rope_key: RopeKey | None
     serial: int  # of all layers ever uploaded: what is made for one never fits another
     block: Any = field(repr=False)
+
+
+def group_sizes(group: Sequence[Pack]) -> list[int]:
+    """Bytes of each pack's codes, then of all rows' scales, then of the biases if there are any."""
+    floats = 4 * SLAB * sum(part.slabs for part in group)
+    codes = [part.slabs * part.kind.slab_bytes(part.cols) for part in group]
+    return [*codes, floats] + [floats] * _has_bias(group)
 
 
 def decline(layer: Layer) -> str | None:
@@ -176,24 +203,45 @@ def upload_layer(
     packs = LayerPacks.of(layer)
     made_of = dict(zip(map(id, packs.all()), packed or pack_layer(layer), strict=True))
 
-    def weights(part: Pack) -> DeviceWeights:
-        made = made_of[id(part)]
-        data, row_scale = place(made.data), place(made.row_scale * np.float32(part.factor))
-        bias, bound = 0, 0.0
-        if part.bias is not None:
-            filled = np.zeros(SLAB * part.slabs, np.float32)
-            filled[: part.bias.size] = part.bias * np.float32(part.factor)
-            bias = place(filled)
-            bound = float(np.max(np.abs(filled)))
-        return DeviceWeights.of(made, data, row_scale, bias, bound)
+    def weights(group: tuple[Pack, ...]) -> list[DeviceWeights]:
+        made = [made_of[id(part)] for part in group]
+        data = [place(each.data) for each in made]
+        scales = place(
+            np.concatenate([each.row_scale * np.float32(part.factor) for each, part in zip(made, group, strict=True)])
+        )
+        filled = [_filled(part) for part in group]
+        biases = place(np.concatenate(filled)) if _has_bias(group) else 0
+        out, at = [], 0
+        for each, where, bias in zip(made, data, filled, strict=True):
+            bound = float(np.max(np.abs(bias)))
+            out.append(DeviceWeights.of(each, where, scales + at, biases and biases + at, bound))
+            at += bias.nbytes
+        return out
 
-    qkv = tuple((weights(part), part.column) for part in packs.qkv)
-    o, gate_up, down = weights(packs.o), tuple(weights(part) for part in packs.gate_up), weights(packs.down)
+    parts, *others = map(weights, packs.groups())
+    qkv = tuple(zip(parts, (part.column for part in packs.qkv), strict=True))
+    (o,), *between, (down,) = others
+    gate_up = tuple(part for (part,) in between)
     named = {name: place(vector) for name, vector in _uploaded(layer).items()}
     norms = [bound for part in packs.qkv for bound in made_of[id(part)].norm_bounds]
     scales = _scales(layer, norms)
     shape, serial = LayerShape.of(layer), next(_serials)
-    return TensorLayer(layer, shape, nbytes, qkv, o, gate_up, down, named, scales, rope_key(layer), serial, block)
+    mixed = MixedWeights(*parts) if packs.mixed else None
+    return TensorLayer(
+        layer, shape, nbytes, qkv, o, gate_up, down, mixed, named, scales, rope_key(layer), serial, block
+    )
+
+
+def _has_bias(group: Sequence[Pack]) -> bool:
+    return any(part.bias is not None for part in group)
+
+
+def _filled(part: Pack) -> np.ndarray:
+    """float32 as long as whole slabs: the bias, times the factor; zeros where there is none."""
+    filled = np.zeros(SLAB * part.slabs, np.float32)
+    if part.bias is not None:
+        filled[: part.bias.size] = part.bias * np.float32(part.factor)
+    return filled
 
 
 def _alike(matrices: Sequence[QuantMatrix]) -> list[list[int]]:
@@ -218,8 +266,8 @@ def _uploaded(layer: Layer) -> dict[str, np.ndarray]:
 
 def _layout(layer: Layer) -> Layout:
     layout = Layout()
-    for part in LayerPacks.of(layer).all():
-        for size in part.sizes():
+    for group in LayerPacks.of(layer).groups():
+        for size in group_sizes(group):
             layout.add(size)
     for vector in _uploaded(layer).values():
         layout.add(vector.nbytes)
