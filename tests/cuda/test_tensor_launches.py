@@ -46,12 +46,43 @@ def test_six_launches_a_layer(rows: int) -> None:
     assert len(fused) == 6
 
 
+MIXED = ["Q8_0", "Q8_0", "F16", "Q8_0", "Q8_0", "Q8_0", "Q8_0"]
+
+
 @pytest.mark.usefixtures("norms_inside")
-def test_seven_with_mixed_kinds() -> None:
-    """v of another kind has a product of its own, of the rows that the one before it normed."""
-    mixed = layers_of(["Q8_0", "Q8_0", "F16", "Q8_0", "Q8_0", "Q8_0", "Q8_0"])
-    for names in launches_of("wgmma", mixed, 40):
-        assert names == ["qkv", "qkv", "prepare", "attention", "o", "gate_up", "down"]
+def test_six_with_v_of_another_kind() -> None:
+    """One product takes both kinds."""
+    for names in launches_of("wgmma", layers_of(MIXED), 40):
+        assert names == [name for name in ALIKE if "norm" not in name]
+
+
+@pytest.mark.usefixtures("norms_inside")
+@pytest.mark.parametrize("kinds", [["Q8_0", "F16", "Q8_0"], ["Q8_0", "F16", "Q4_0"]])
+def test_three_products_of_three_packs(kinds: list[str]) -> None:
+    """Those behind the first take the rows that it normed."""
+    for names in launches_of("wgmma", layers_of([*kinds, *["Q8_0"] * 4]), 40):
+        assert names == ["qkv", "qkv", "qkv", "prepare", "attention", "o", "gate_up", "down"]
+
+
+@pytest.mark.parametrize(("tier", "rows"), [("mma", 40), ("wgmma", 3)])
+def test_v_of_another_kind_by_itself(tier: str, rows: int) -> None:
+    """The other kernels are of one kind: those of the `mma` tier, and those for few rows."""
+    for names in launches_of(tier, layers_of(MIXED), rows):
+        assert names.count("qkv") == 2
+
+
+def test_two_kinds_in_one_launch_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden batch and K/V rows are the same whether Q, K and V of two kinds are one product or two; biases too."""
+    rng = np.random.default_rng(4)
+    options = LayerOptions(hidden=HIDDEN, head_dim=32, ffn=96, bias=True)
+    layers = [quantized_layer(rng, options, kinds) for kinds in (MIXED, ["Q8_0"], ["Q4_0", "Q4_0", "Q8_0"])]
+    answers = []
+    for mixes in (True, False):
+        device = tensor_device("wgmma")
+        monkeypatch.setattr(device.body.kernels.gemms, "mixes", mixes)  # type: ignore[attr-defined]
+        backend = CudaBackend(layers, device)
+        answers.append(taken(backend.run(0, len(layers), step_over(layers, KVCache(layers, 256), hidden_rows(40)))))
+    assert_equal(*answers)
 
 
 @pytest.mark.usefixtures("norms_inside")

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from frink_numba.kernels.gemm import DeviceWeights, Gemms, HalfRows
+from frink_numba.kernels.gemm import Gemms, HalfRows
 from frink_numba.kernels.gemm_pack import PackedMatrix
+from tests.kernels.packed_weights import place_weights
 
 
 def filled(m: int) -> int:
@@ -30,7 +31,7 @@ class Ran:
 
 def run_product(
     gemms: Gemms,
-    packed: PackedMatrix,
+    packed: PackedMatrix | tuple[PackedMatrix, PackedMatrix],
     x: np.ndarray,
     *,
     gate: str = "",
@@ -43,26 +44,23 @@ def run_product(
     runs: int = 1,
     spare_columns: int = 0,
 ) -> Ran:
-    """Launch `runs` times, each into a fresh output of not-a-numbers (or of `add_to`)."""
+    """Launch `runs` times, each into a fresh output of not-a-numbers (or of `add_to`).
+
+    packed: of one kind, or two of two kinds.
+    """
     from numba import cuda
 
     m, k = x.shape
     if gemms.tier == "mma":  # its nearest tile
         tokens = min((16, 64, 128), key=lambda tile: abs(tile - tokens)) if tokens else None
         cluster = groups = None
-    data, row_scale = cuda.to_device(packed.data), cuda.to_device(packed.row_scale)
-    device_bias = None
-    if bias is not None:
-        padded = np.zeros(packed.slabs * 64, np.float32)
-        padded[: bias.size] = bias
-        device_bias = cuda.to_device(padded)
-    weights = DeviceWeights.of(
-        packed,
-        address(data),
-        address(row_scale),
-        address(device_bias) if device_bias is not None else 0,
-        float(np.abs(bias).max()) if bias is not None else 0.0,
-    )
+    kept = []
+
+    def place(array: np.ndarray) -> int:
+        kept.append(cuda.to_device(array))
+        return address(kept[-1])
+
+    weights = place_weights(packed if isinstance(packed, tuple) else (packed,), place, bias)
     product = gemms.product(weights, m, gate=gate, half=half, tokens=tokens, cluster=cluster, groups=groups)
     source = cuda.to_device(np.ascontiguousarray(x))
     nan16 = np.full((m, k), np.nan, np.float16)
@@ -73,12 +71,12 @@ def run_product(
     gemms.half_rows(address(source), m, k, rows)(0)
     item = np.float16 if half else np.float32
     # A pitch that tensor maps can take, and untouched columns beyond the result.
-    width = -(-(packed.outputs + spare_columns) // 8) * 8 + 8
+    width = -(-(weights.outputs + spare_columns) // 8) * 8 + 8
     results, out_scale = [], None
     for _ in range(runs):
         start = np.full((m + 1, width), np.nan, item)
         if add_to is not None:
-            start[:m, : packed.outputs] = add_to
+            start[:m, : weights.outputs] = add_to
         out, out_scale = cuda.to_device(start), _nans(filled(m))
         pitch = width * out.dtype.itemsize
         maps = cuda.to_device(np.frombuffer(product.maps(rows, address(out), pitch) or bytes(256), np.uint8))
@@ -97,9 +95,9 @@ def run_product(
         back = out.copy_to_host()
         assert np.isnan(back[m:]).all(), "rows beyond the result were written"
         # The copy engine writes whole 16-byte pieces.
-        written = -(-packed.outputs * item().itemsize // 16) * 16 // item().itemsize
+        written = -(-weights.outputs * item().itemsize // 16) * 16 // item().itemsize
         assert np.isnan(back[:, written:]).all(), "columns beyond the result were written"
-        results.append(back[:m, : packed.outputs].astype(np.float32))
+        results.append(back[:m, : weights.outputs].astype(np.float32))
     assert not workspace.copy_to_host()[:8192].any(), "the workspace's flags are not back at zero"
     host_scale = out_scale.copy_to_host()[:m] if half and out_scale is not None else None
     stacked = np.stack(results)
