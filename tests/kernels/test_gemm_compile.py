@@ -25,10 +25,13 @@ WGMMA = [
     WgmmaGemm("half", 256, Epilogue(half=True), cluster=2),  # operands in shared memory
     WgmmaGemm("Q6_K", 128, Epilogue("swiglu", half=True), groups=3),  # the most registers for their number
     WgmmaGemm("Q4_1", 64, groups=1),  # two blocks a multiprocessor, tails of steps
+    WgmmaGemm("Q4_K", 256, Epilogue(), cluster=2, second="Q6_K"),  # two main loops
+    WgmmaGemm("Q8_0", 128, Epilogue(), groups=3, second="half"),  # one of them converts, the other does not
 ]
 NORMS = [
     WgmmaGemm("Q4_K", 256, Epilogue(), 2, 2, 3072),  # rows ahead and weights beside a row
     WgmmaGemm("Q6_K", 128, Epilogue("swiglu", half=True), 1, 3, 4096),  # as many of them as there may be
+    WgmmaGemm("Q4_K", 128, Epilogue(), 1, 2, 4096, "Q6_K"),  # of two kinds
     WgmmaGemm("Q6_K", 128, Epilogue(), 1, 3, 8192),  # the widest row of the fewest registers for many tokens
     WgmmaGemm("Q6_K", 32, Epilogue("swiglu", half=True), 1, 1, 8192),
     WgmmaGemm("Q4_0", 16, Epilogue("swiglu", half=True), 1, 2, 5120),  # and of the fewest for few tokens
@@ -54,7 +57,7 @@ def _wgmma(variant: WgmmaGemm) -> Cubin:
     return compile_kernel(source_of(variant, overlap=True), Target("90a"))
 
 
-@pytest.mark.parametrize("variant", WGMMA, ids=lambda v: f"{v.kind}-{v.tokens}")
+@pytest.mark.parametrize("variant", WGMMA, ids=lambda v: f"{v.kind}{v.second}-{v.tokens}")
 def test_wgmma_kernels(variant: WgmmaGemm) -> None:
     _sound(_wgmma(variant))
 
@@ -64,7 +67,7 @@ def test_wgmma_kernels_that_norm(variant: WgmmaGemm) -> None:
     _sound(_wgmma(variant))
 
 
-@pytest.mark.parametrize("variant", [*WGMMA, NORMS[0]], ids=lambda v: f"{v.kind}-{v.tokens}-{v.norm}")
+@pytest.mark.parametrize("variant", [*WGMMA, NORMS[0]], ids=lambda v: f"{v.kind}{v.second}-{v.tokens}-{v.norm}")
 def test_no_operand_is_overwritten_in_flight(variant: WgmmaGemm, tmp_path: Path) -> None:
     """The hazard that ptxas does not speak of: see gemm_emit.keep."""
     tool = disassembler()
@@ -136,6 +139,10 @@ def test_shared_memory_and_stages(name: str) -> None:
             assert variant.shared <= SHARED_LIMIT // variant.resident
             assert variant.stages >= 3
             assert variant.buffers >= min(2, variant.epilogue.chunks(tokens))
+            mixed = WgmmaGemm(name, tokens, epilogue, cluster, groups, 0, "Q6_K")
+            assert mixed.shared <= SHARED_LIMIT // mixed.resident
+            assert mixed.slot == max(variant.slot, WgmmaGemm("Q6_K", tokens).slot)
+            assert mixed.stages >= 3
             assert variant.slot % 128 == variant.epilogue.buffer_size(tokens) % 1024 == 0
             # What consumers take on must have been given away by the producer, of the registers of the launch.
             launched = 65536 // (variant.resident * variant.threads) // 8 * 8

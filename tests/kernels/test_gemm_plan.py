@@ -11,6 +11,7 @@ from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS
 from frink_numba.kernels.gemm_plan import (
     COMMON,
     TILES,
+    Behind,
     Plan,
     blocks_on_multiprocessor,
     layouts,
@@ -18,15 +19,20 @@ from frink_numba.kernels.gemm_plan import (
 )
 from frink_numba.kernels.gemm_variant import FLAG_BYTES, WgmmaGemm
 
-Q4 = FRAGMENT_KINDS["Q4_0"]
+Q4, Q6 = FRAGMENT_KINDS["Q4_0"], FRAGMENT_KINDS["Q6_K"]
 TILE = st.sampled_from([(g, t) for g, tiles in TILES.items() for t in tiles])
 
 
-def _work(plan: Plan) -> dict[tuple[int, int], list[tuple[int, int]]]:
+def _tiles(plan: Plan, behind: int = 0) -> int:
+    """Tiles of a plan whose last `behind` slabs are of a kind of their own (gemm_mixed.slab_sets)."""
+    return plan.token_tiles * sum(-(-n // (plan.groups * plan.cluster)) for n in (plan.slabs - behind, behind))
+
+
+def _work(plan: Plan, behind: int = 0) -> dict[tuple[int, int], list[tuple[int, int]]]:
     """(tile, group) -> who does it, in the kernel's arithmetic (gemm_emit.range_start, next_segment)."""
     clusters = plan.blocks // plan.cluster
     groups = -(-plan.steps // 4)
-    tiles = plan.token_tiles * -(-plan.slabs // (plan.groups * plan.cluster))
+    tiles = _tiles(plan, behind)
     split = plan.split_tiles * groups
     done: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for cluster in range(clusters):
@@ -47,21 +53,25 @@ def _work(plan: Plan) -> dict[tuple[int, int], list[tuple[int, int]]]:
     multiprocessors=st.sampled_from([2, 16, 78, 108, 132]),
     tile=TILE,
     cluster=st.sampled_from([1, 2]),
+    second=st.sampled_from([0, 30, 64, 1024]),
 )
 def test_every_group_is_done_once(
-    m: int, rows: int, cols: int, multiprocessors: int, tile: tuple[int, int], cluster: int
+    m: int, rows: int, cols: int, multiprocessors: int, tile: tuple[int, int], cluster: int, second: int
 ) -> None:
-    """All of the product, nothing twice, in every layout that may be chosen
+    """All of the product, nothing twice, in every layout that may be chosen, of one kind or two
 
     no worker of a split is idle; a cluster writes one part at most.
     """
     groups, tokens = tile
-    plans = list(layouts(m, rows, cols, Q4, multiprocessors, tokens, cluster, groups))
+    behind = Behind(Q6, second) if second else None
+    if behind:
+        rows = -(-rows // 64) * 64 + second
+    plans = list(layouts(m, rows, cols, Q4, multiprocessors, tokens, cluster, groups, behind))
     assert plans
     for plan in plans[:: max(1, len(plans) // 3)]:
-        done = _work(plan)
+        done = _work(plan, -(-second // 64))
         step_groups = -(-plan.steps // 4)
-        tiles = plan.token_tiles * -(-plan.slabs // (plan.groups * plan.cluster))
+        tiles = _tiles(plan, -(-second // 64))
         assert len(done) == tiles * step_groups
         assert all(len(who) == 1 for who in done.values())
         assert plan.blocks <= multiprocessors * blocks_on_multiprocessor(tokens, cluster, groups)
@@ -82,6 +92,19 @@ def test_few_tokens_take_small_tiles_and_all_multiprocessors(m: int) -> None:
     plan = make_plan(m, 4096, 4096, Q4, 132)
     assert plan.tokens <= 32
     assert plan.blocks >= 128
+
+
+@pytest.mark.parametrize("m", [64, 512, 2048])
+def test_the_cost_of_two_kinds_lies_between_theirs(m: int) -> None:
+    """Issue 4, QKV in one launch: rows behind count as much as they are."""
+    first, second = FRAGMENT_KINDS["Q4_K"], Q6
+    tile = 128, 1, 2
+    costs = [
+        make_plan(m, 6144, 4096, first, 132, *tile, True, behind).nanoseconds
+        for behind in (None, Behind(second, 64), Behind(second, 3072), Behind(second, 6080))
+    ]
+    costs.append(make_plan(m, 6144, 4096, second, 132, *tile, True).nanoseconds)
+    assert costs == sorted(set(costs))
 
 
 def test_small_grids_fill_the_machine() -> None:
