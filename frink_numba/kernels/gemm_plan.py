@@ -114,8 +114,9 @@ def make_plan(
         and (tokens or t < 2 * m or t == tiles[0])
         and (tokens or t > 16 or m <= 32)
         and (tokens or groups or t in COMMON[g] or m % _COMES_AGAIN == 0)
-        # Two blocks share the widest tiles only: smaller ones wait more for each other than they save.
-        for c in ([cluster] if cluster else [2, 1] if t == TOKEN_TILES[-1] else [1])
+        # Two blocks share the widest tiles only: smaller ones wait more for each other than they save, and so do those
+        # of two kinds.
+        for c in ([cluster] if cluster else [2, 1] if t == TOKEN_TILES[-1] and not behind else [1])
         for plan in layouts(m, rows, cols, kind, multiprocessors, t, c, g, behind)
         if not (whole and plan.split_tiles)
     ]
@@ -156,7 +157,7 @@ def layouts(
         step = _step(kind, tokens, cluster, groups, crowd, busy)
         if behind:
             step += (_step(behind.kind, tokens, cluster, groups, crowd, busy) - step) * last / slabs
-        if (cluster == 1) == (m >= _MANY_TOKENS and tokens == TOKEN_TILES[-1]):
+        elif (cluster == 1) == (m >= _MANY_TOKENS and tokens == TOKEN_TILES[-1]):
             step *= _OTHER_CLUSTER
         return step * (_LONE_SLAB if groups == 1 else 1.0)
 

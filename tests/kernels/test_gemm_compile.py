@@ -25,7 +25,7 @@ WGMMA = [
     WgmmaGemm("half", 256, Epilogue(half=True), cluster=2),  # operands in shared memory
     WgmmaGemm("Q6_K", 128, Epilogue("swiglu", half=True), groups=3),  # the most registers for their number
     WgmmaGemm("Q4_1", 64, groups=1),  # two blocks a multiprocessor, tails of steps
-    WgmmaGemm("Q4_K", 256, Epilogue(), cluster=2, second="Q6_K"),  # two main loops
+    WgmmaGemm("Q4_K", 256, Epilogue(), second="Q6_K"),  # two main loops
     WgmmaGemm("Q8_0", 128, Epilogue(), groups=3, second="half"),  # one of them converts, the other does not
 ]
 NORMS = [

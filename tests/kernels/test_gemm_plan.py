@@ -107,6 +107,12 @@ def test_the_cost_of_two_kinds_lies_between_theirs(m: int) -> None:
     assert costs == sorted(set(costs))
 
 
+@pytest.mark.parametrize("m", [512, 1024, 2048, 8192])
+def test_blocks_of_two_kinds_do_not_share_tokens(m: int) -> None:
+    """On an H200 no such tile of a cluster was as fast as the same one alone."""
+    assert make_plan(m, 6144, 4096, FRAGMENT_KINDS["Q4_K"], 132, behind=Behind(Q6, 1024)).cluster == 1
+
+
 def test_small_grids_fill_the_machine() -> None:
     """512 x 3072 x 8192 has 48 tiles of 128 x 256: the probe's weak spot."""
     plan = make_plan(512, 3072, 8192, Q4, 132)
