@@ -18,6 +18,7 @@ class _Cuda:
     def __init__(self, devices: int, failing: dict[str, int] | None = None) -> None:
         self.devices = devices
         self.failing = failing or {}
+        self.contexts: list[int] = []  # of which devices, by handle
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         def call(*arguments: Any) -> int:
@@ -49,6 +50,9 @@ class _Cuda:
 
     def on_cuDeviceGetAttribute(self, out: Any, which: Any, handle: Any) -> None:
         out._obj.value = {16: 132, 75: 9, 76: 0}[which.value]
+
+    def on_cuDevicePrimaryCtxRetain(self, out: Any, handle: Any) -> None:
+        self.contexts.append(handle.value)
 
     def on_cuGetErrorName(self, status: Any, out: Any) -> None:
         out._obj.value = b"CUDA_ERROR_SOMETHING"
@@ -115,6 +119,33 @@ def test_this_machine_is_described_without_an_error() -> None:
     found = query_driver()
     assert (found.problem is None) == bool(found.devices)
     assert driver.query_driver() == found
+
+
+def test_without_its_version_the_other_library_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes as long to start as all else."""
+    monkeypatch.setattr(driver, "_nvml_version", lambda: pytest.fail("asked"))
+    _libraries(monkeypatch, _Cuda(1), None)
+    found = query_driver(version=False)
+    assert (found.version, found.cuda_version, len(found.devices)) == (None, (13, 2), 1)
+
+
+def test_whether_there_is_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    _libraries(monkeypatch, _Cuda(1, {"cuInit": 803}), None)
+    assert driver.is_installed(), "whatever it would answer"
+    _libraries(monkeypatch, None, None)
+    assert not driver.is_installed()
+
+
+def test_a_context_is_made_by_number_and_what_fails_is_said_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = _Cuda(2)
+    _libraries(monkeypatch, cuda, None)
+    driver.make_context(1)
+    assert cuda.contexts == [41]
+    cuda.failing = {"cuDeviceGet": 101}
+    driver.make_context(1)
+    assert cuda.contexts == [41]
+    _libraries(monkeypatch, None, None)
+    driver.make_context(0)
 
 
 @pytest.mark.gpu

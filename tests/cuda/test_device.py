@@ -122,6 +122,67 @@ def test_a_device_is_opened_once_with_its_facts(monkeypatch: pytest.MonkeyPatch)
     assert str(device) == "NVIDIA H200, simt tier"
 
 
+def opening(monkeypatch: pytest.MonkeyPatch, modules: tuple[str, ...] = ()) -> tuple[list[int], list[str]]:
+    """A driver that is there, and a device that can be opened: (contexts made, what happened in which order)."""
+    answering(monkeypatch)
+    found, order, contexts = module.driver.query_driver(version=False), [], []
+
+    def query(version: bool) -> driver.Driver:
+        for thread in threading.enumerate():
+            if thread.name == "frink-imports":
+                order.append("imports beside the driver")
+        return found
+
+    monkeypatch.setattr(module.driver, "is_installed", lambda: True)
+    monkeypatch.setattr(module.driver, "query_driver", query)
+    monkeypatch.setattr(module.driver, "make_context", contexts.append)
+    monkeypatch.setattr(module, "_TENSOR_MODULES", modules)
+    monkeypatch.setattr(module, "make_runtime", lambda tier, number: order.append("runtime"))
+    monkeypatch.setattr(module, "make_body", lambda tier, info, runtime, invariant: SimtBody(runtime, None))
+    return contexts, order
+
+
+def ended(name: str) -> None:
+    for thread in threading.enumerate():
+        if thread.name == name:
+            thread.join(10)
+
+
+def test_modules_are_imported_while_the_driver_starts(monkeypatch: pytest.MonkeyPatch):
+    """And are there before anybody needs them; the context is made in a thread too."""
+    contexts, order = opening(monkeypatch, ("slow", "broken", "never"))
+
+    def slow(name: str) -> None:
+        if name == "broken":
+            raise ImportError("what is wrong is said where it is needed")
+        time.sleep(0.1)
+        order.append(name)
+
+    monkeypatch.setattr(module, "import_module", slow)
+    monkeypatch.setenv("FRINK_CUDA_TIER", "mma")
+    module._open(0)
+    assert order == ["imports beside the driver", "slow", "runtime"]
+    ended("frink-context")
+    assert contexts == [0]
+
+
+def test_the_oldest_tier_imports_and_makes_nothing_ahead(monkeypatch: pytest.MonkeyPatch):
+    """Its modules and its context are numba's."""
+    contexts, order = opening(monkeypatch, ("never",))
+    monkeypatch.setattr(module, "import_module", lambda name: order.append(name))
+    monkeypatch.setenv("FRINK_CUDA_TIER", "simt")
+    module._open(0)
+    assert order == ["runtime"]
+    assert contexts == []
+
+
+def test_without_a_driver_nothing_is_imported(monkeypatch: pytest.MonkeyPatch):
+    opening(monkeypatch, ("never",))
+    monkeypatch.setattr(module.driver, "is_installed", lambda: False)
+    monkeypatch.setattr(module, "import_module", lambda name: pytest.fail(name))
+    assert module._import_ahead() is None
+
+
 def test_device_names(monkeypatch: pytest.MonkeyPatch):
     """cuda is the first visible device, cuda:N names one; anything else is refused."""
     monkeypatch.setattr("frink_numba.cuda.backend.open_device", fake_device)
