@@ -9,6 +9,7 @@ import pytest
 
 from frink_numba.kernels import gemm
 from frink_numba.kernels.gemm_pack import pack
+from frink_numba.kernels.gemm_plan import Behind, layouts
 from tests.kernels.compiling import missing_tools
 from tests.kernels.gemm_device import dequantized, relative_error
 from tests.kernels.gemm_machine import run_on_machine, stand_in_map
@@ -57,6 +58,17 @@ def test_a_product_behind_its_norm(
     plan = plan_of(kind, m, n, k, groups, tokens, split=split)
     out = run_on_machine(pack([matrix]), x, plan, half=half, norm=(weight, EPS))
     assert relative_error(out, normed(x, weight) @ dequantized([matrix]).T) < LIMIT
+
+
+def test_two_kinds_behind_a_norm() -> None:
+    """Issue 4, QKV in one launch, with issue 6's norm inside: tiles of both kinds wait for the same rows."""
+    rng = np.random.default_rng(6)
+    matrices = [random_matrix(kind, n, 512, rng) for kind, n in (("Q4_K", 128), ("Q6_K", 70))]
+    x, weight = drawn(40, 512, rng)
+    first, second = (pack([matrix]) for matrix in matrices)
+    plan = next(layouts(40, 198, 512, first.kind, 3, 32, 1, 1, Behind(second.kind, 70)))
+    out = run_on_machine((first, second), x, plan, norm=(weight, EPS))
+    assert relative_error(out, normed(x, weight) @ dequantized(matrices).T) < LIMIT
 
 
 def test_gate_and_up_launched_again() -> None:
