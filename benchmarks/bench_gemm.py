@@ -4,7 +4,8 @@
     python -m benchmarks.bench_gemm Q4_K:8b:512,2048 --check
     python -m benchmarks.bench_gemm Q4_K:8b:512,2048 --tiles 12      every cut that the plan weighs, the 12 likeliest
 
-Products of up to 16 rows are the thin ones, as in a model's step (kernels/thin_gemm.py). Random data. Launches rotate
+Products of up to 8 rows are the thin ones, and those of up to 64 have kernels of their own, as in a model's step
+(kernels/thin_gemm.py, kernels/few_gemm.py). Random data. Launches rotate
 over copies of weights, activations and results that together exceed the L2 cache several times, and are captured in one
 CUDA graph per contender, so that neither Python nor launch gaps count; graphs of both take turns, each replay is timed
 with events, and the medians are compared. Operands in f16 are given to both. Kernels are compiled ahead, in parallel.
@@ -30,7 +31,10 @@ import numpy as np
 from benchmarks.gemm_cases import Case, cases, random_weights
 from benchmarks.gemm_first_use import first_use
 from frink_numba.driver import query_driver
+from frink_numba.kernels import few_gemm_variant
 from frink_numba.kernels.cubins import Source, Target, load
+from frink_numba.kernels.decode_attention import MOST_ROWS
+from frink_numba.kernels.few_gemm_variant import FewGemm, FewPlan, few_plan
 from frink_numba.kernels.gemm import DeviceWeights, Gemms, HalfRows, source_of
 from frink_numba.kernels.gemm_epilogue import Epilogue
 from frink_numba.kernels.gemm_kinds import fragment_kind
@@ -40,7 +44,7 @@ from frink_numba.kernels.gemm_plan import TILES, Plan, layouts, make_plan, mma_t
 from frink_numba.kernels.gemm_variant import WgmmaGemm
 from frink_numba.kernels.thin_gemm import ThinGemms, ThinProduct, variant_of
 from frink_numba.kernels.thin_gemm import source_of as thin_source_of
-from frink_numba.kernels.thin_gemm_plan import MOST_ROWS_ALONE, ThinDevice, thin_plan
+from frink_numba.kernels.thin_gemm_plan import ThinDevice, thin_plan
 from frink_numba.quant import KINDS
 from frink_numba.receipt import Row, receipt, write_receipt
 
@@ -84,7 +88,7 @@ class Bench:
         return self._weights[kind, k]
 
     def measure(
-        self, case: Case, *, check: bool, baseline: bool, forced: Plan | None = None
+        self, case: Case, *, check: bool, baseline: bool, forced: Plan | FewPlan | None = None
     ) -> tuple[list[float], list[float] | None, Any]:
         """(seconds of a product per replay, those of torch, the product); `forced` is the cut to be timed."""
         torch = self.torch
@@ -179,7 +183,7 @@ class Bench:
 
     def thin(self, case: Case) -> bool:
         """Whether a case is a thin product's."""
-        return self.gemms.tier == "wgmma" and case.m <= MOST_ROWS_ALONE and self.tokens is None
+        return self.gemms.tier == "wgmma" and case.m <= MOST_ROWS and self.tokens is None
 
     def _check(self, case: Case, x: Any, out: Any, out_scale: Any, values: Any, copies: int) -> None:
         torch = self.torch
@@ -232,8 +236,13 @@ def describe(product: Any) -> str:
     return cut(product.plan)
 
 
-def cut(plan: Plan) -> str:
-    """A plan's name: slabs x tokens / blocks of a cluster, and what splits along K: s workers / tiles."""
+def cut(plan: Plan | FewPlan) -> str:
+    """A plan's name: slabs x tokens / blocks of a cluster, and what splits along K: s workers / tiles.
+
+    Of few rows: few, slabs x tokens / parts along K.
+    """
+    if isinstance(plan, FewPlan):
+        return f"few{plan.groups}x{plan.tokens}/{plan.parts}"
     split = f"s{plan.workers}/{plan.split_tiles}" if plan.split_tiles else ""
     return f"{plan.groups}x{plan.tokens}/{plan.cluster}{split}"
 
@@ -269,7 +278,7 @@ def sources(bench: Bench, wanted: Sequence[Case], more: int) -> list[Source]:
     for case in wanted:
         row, epilogue = fragment_kind(case.kind), Epilogue("", bench.half)
         assert row is not None
-        if bench.gemms.tier == "wgmma" and case.m <= MOST_ROWS_ALONE:
+        if bench.gemms.tier == "wgmma" and case.m <= MOST_ROWS:
             thin = thin_plan(row.name, case.m, case.n, case.k, ThinDevice((9, 0), multiprocessors))
             source = thin_source_of(variant_of(thin, row.name, case.k, epilogue, False, True))
         elif bench.gemms.tier == "mma":
@@ -277,19 +286,33 @@ def sources(bench: Bench, wanted: Sequence[Case], more: int) -> list[Source]:
             source = source_of(MmaGemm(row.name, tokens, epilogue, bench.gemms._memory), overlap=True)
         else:
             for plan in likeliest(bench, case, more):
-                source = source_of(WgmmaGemm(row.name, plan.tokens, epilogue, plan.cluster, plan.groups), overlap=True)
+                if isinstance(plan, FewPlan):
+                    few = FewGemm(row.name, plan.tokens, epilogue, plan.groups, plan.parts > 1)
+                    source = source_of(few, overlap=True)
+                else:
+                    tile = WgmmaGemm(row.name, plan.tokens, epilogue, plan.cluster, plan.groups)
+                    source = source_of(tile, overlap=True)
                 found[source.name] = source
             continue
         found[source.name] = source
     return list(found.values())
 
 
-def likeliest(bench: Bench, case: Case, most: int) -> list[Plan]:
+def planned(kind: str, m: int, n: int, k: int, multiprocessors: int) -> Plan | FewPlan:
+    """The cut that the stack would choose for a product of that many rows or more than the thin ones have."""
+    row = fragment_kind(kind)
+    assert row is not None
+    if few_gemm_variant.why_not(row.name, m, k) is None:
+        return few_plan(row.name, m, n, k, multiprocessors)
+    return make_plan(m, n, k, row, multiprocessors)
+
+
+def likeliest(bench: Bench, case: Case, most: int) -> list[Plan | FewPlan]:
     """The plan of a case, then the next cuts by estimated time, one for each tile and way of cutting."""
     row = fragment_kind(case.kind)
     assert row is not None
     multiprocessors = bench.gemms.multiprocessors
-    chosen = make_plan(case.m, case.n, case.k, row, multiprocessors)
+    chosen = planned(case.kind, case.m, case.n, case.k, multiprocessors)
     plans = [
         plan
         for groups, tiles in TILES.items()

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench_gemm import cut
-from frink_numba.kernels.gemm_kinds import fragment_kind
-from frink_numba.kernels.gemm_plan import make_plan
+from benchmarks.bench_gemm import cut, planned
+from frink_numba.kernels.decode_attention import MOST_ROWS
 
 _RECEIPTS = Path(__file__).resolve().parent / "receipts"
 PAGE = _RECEIPTS.parent.parent / "docs" / "kernels" / "gemm.md"
@@ -34,9 +33,8 @@ def _planned(name: str) -> Iterator[tuple[dict[str, Any], str, str, str, int]]:
         if case is None:
             continue
         model, part, kind, m, n, k, timed = case.groups()
-        fragment = fragment_kind(kind)
-        assert fragment is not None
-        if "/" in timed and timed != cut(make_plan(int(m), int(n), int(k), fragment, _MULTIPROCESSORS)):
+        chosen = "thin" if int(m) <= MOST_ROWS else cut(planned(kind, int(m), int(n), int(k), _MULTIPROCESSORS))
+        if "T=" not in timed and timed != chosen:
             continue
         yield row, model, part, kind, int(m)
 

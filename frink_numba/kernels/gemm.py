@@ -22,17 +22,20 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from frink_numba.errors import ShapeError
-from frink_numba.kernels import gemm_mma, gemm_norm, gemm_variant, gemm_wgmma, half_rows
+from frink_numba.kernels import few_gemm, few_gemm_variant, gemm_mma, gemm_norm, gemm_variant, gemm_wgmma, half_rows
 from frink_numba.kernels.cubins import Source
+from frink_numba.kernels.few_gemm_product import FewProduct
+from frink_numba.kernels.few_gemm_variant import FewGemm, FewPlan, few_plan
 from frink_numba.kernels.gemm_epilogue import GATES, Epilogue
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, SLAB, fragment_kind
 from frink_numba.kernels.gemm_mma import MmaGemm
 from frink_numba.kernels.gemm_norm import MOST_NORM_COLUMNS
 from frink_numba.kernels.gemm_pack import PackedMatrix
 from frink_numba.kernels.gemm_plan import TOKEN_TILES, Behind, Plan, make_plan, mma_tokens
+from frink_numba.kernels.gemm_product import Product
 from frink_numba.kernels.gemm_variant import WgmmaGemm
 from frink_numba.kernels.launch import KernelShelf, Launch, LoadedKernel
 from frink_numba.kernels.tma import MAP_BYTES, tensor_map
@@ -42,6 +45,8 @@ if TYPE_CHECKING:
     from frink_numba.kernels.thin_gemm import NormRows
 
 _WIDER_TILE = 32  # of tokens: one whose consumers have registers for the widest norm
+_TILE_OF_FEW = 32
+_FEW_GAIN = 0.98  # of the tiles' estimate that a kernel for few rows must stay below
 _BOUND_MARGIN = 1.01  # f16 rounding of both operands
 
 
@@ -178,9 +183,9 @@ class Gemms:
         tokens: int | None = None,
         cluster: int | None = None,
         groups: int | None = None,
-        plan: Plan | None = None,
+        plan: Plan | FewPlan | None = None,
         room: int | None = None,
-    ) -> WgmmaProduct | MmaProduct:
+    ) -> WgmmaProduct | FewProduct | MmaProduct:
         """The product of M tokens with such weights. `gate` as in Epilogue, `half` for an f16 result.
 
         norm: the launch makes its operands itself, by the RMS norm of a NormRows (`wgmma` tier).
@@ -202,15 +207,23 @@ class Gemms:
             if second:
                 raise ShapeError("products of the tier mma are of one kind each")
             tile = tokens or mma_tokens(m, weights.rows, self.multiprocessors)
-            small = MmaGemm(first, tile, epilogue, self._memory)
-            return MmaProduct(m, weights.outputs, weights.cols, self._kernel(small), small)
+            warps = MmaGemm(first, tile, epilogue, self._memory)
+            return MmaProduct(m, weights.outputs, weights.cols, self._kernel(warps), warps)
+        few = None
+        if plan is None and not (second or norm or tokens or cluster or groups):
+            few = self._few_plan(first, m, weights.rows, weights.cols, room)
+        elif isinstance(plan, FewPlan):
+            few, plan = plan, None
+        if few is not None:
+            small = FewGemm(first, few.tokens, epilogue, few.groups, few.parts > 1)
+            return FewProduct(m, weights.outputs, weights.cols, self._kernel(small), small, few)
         if plan is None:
             behind = _behind(second, weights.second.rows) if isinstance(weights, MixedWeights) else None
-            kind = FRAGMENT_KINDS[first]
-            size = m, weights.rows, weights.cols, kind, self.multiprocessors, tokens, cluster, groups
-            plan = make_plan(*size, self.invariant, behind)
+            forced: dict[str, Any] = {"tokens": tokens, "cluster": cluster, "groups": groups}
+            shape = first, m, weights.rows, weights.cols, behind
+            plan = self._tiles(*shape, **forced)
             if room is not None and plan_workspace(first, plan) > room:
-                plan = make_plan(*size, True, behind)
+                plan = self._tiles(*shape, whole=True, **forced)
         columns = gemm_norm.norm_columns(weights.cols) if norm else 0
         variant = WgmmaGemm(first, plan.tokens, epilogue, plan.cluster, plan.groups, columns, second)
         if gemm_norm.too_wide(columns, variant.registers[1]):  # the tile of so few registers is for few tokens alone
@@ -222,6 +235,28 @@ class Gemms:
             plan = replace(plan, blocks=max(plan.blocks, min(places, wanted)))
         return WgmmaProduct(m, weights.outputs, weights.cols, self._kernel(variant), variant, plan)
 
+    def _few_plan(self, kind: str, m: int, rows: int, cols: int, room: int | None = None) -> FewPlan | None:
+        """The cut of a product of few rows that has a kernel of its own; None where it has none, or that is slower."""
+        if self.invariant or few_gemm_variant.why_not(kind, m, cols) is not None:
+            return None
+        shape = rows, cols, self.multiprocessors
+        plan = few_plan(kind, m, *shape)
+        # Of up to 32 rows such a kernel was the fastest in nearly all timings, and the tiles' estimates are too low.
+        if m > _TILE_OF_FEW and plan.nanoseconds > _FEW_GAIN * self._tiles(kind, m, rows, cols).nanoseconds:
+            return None
+        if room is not None and plan.workspace > room:
+            plan = few_plan(kind, m, *shape, parts=1)
+        return plan
+
+    def _tiles(
+        self, kind: str, m: int, rows: int, cols: int, behind: Behind | None = None, whole: bool = False, **forced: Any
+    ) -> Plan:
+        """The cut into tiles; two tiles of 16 tokens are slower than one of 32 whatever their estimates."""
+        if not any(forced.values()) and _TILE_OF_FEW // 2 < m <= _TILE_OF_FEW:
+            forced["tokens"] = _TILE_OF_FEW
+        how: dict[str, Any] = {"whole": self.invariant or whole, "behind": behind, **forced}
+        return make_plan(m, rows, cols, FRAGMENT_KINDS[kind], self.multiprocessors, **how)
+
     def workspace(self, kind: str, rows: int, cols: int, m: int, second: str = "", second_rows: int = 0) -> int:
         """Bytes of workspace that the product of M tokens with `rows` packed rows of `cols` wants, if there is room.
 
@@ -229,9 +264,10 @@ class Gemms:
         """
         if self.tier == "mma":
             return 0
-        forced = (None, None, None, self.invariant, _behind(second, second_rows))
-        plan = make_plan(m, rows, cols, FRAGMENT_KINDS[kind], self.multiprocessors, *forced)
-        return plan_workspace(kind, plan)
+        few = None if second else self._few_plan(kind, m, rows, cols)
+        if few is not None:
+            return few.workspace
+        return plan_workspace(kind, self._tiles(kind, m, rows, cols, _behind(second, second_rows)))
 
     def half_rows(self, x: int, m: int, cols: int, out: HalfRows) -> Launch:
         """The launch that turns float32 [M, cols] at `x` into operands."""
@@ -239,7 +275,7 @@ class Gemms:
             raise ShapeError(f"operands have a multiple of 32 columns, got {cols}")
         return self._kernel(None).bind(m, x, out.half, out.scale, out.norm, cols)
 
-    def _kernel(self, variant: WgmmaGemm | MmaGemm | None) -> LoadedKernel:
+    def _kernel(self, variant: WgmmaGemm | FewGemm | MmaGemm | None) -> LoadedKernel:
         """The loaded kernel of a variant; None is the conversion of rows."""
         shelf = self._shelf
         source = source_of(variant, overlap=shelf.overlap)
@@ -247,6 +283,8 @@ class Gemms:
             return shelf.kernel(source, half_rows.ARGUMENTS, overlap=shelf.overlap)
         if isinstance(variant, MmaGemm):
             return shelf.kernel(source, gemm_mma.ARGUMENTS, variant.shared)
+        if isinstance(variant, FewGemm):
+            return shelf.kernel(source, few_gemm_variant.ARGUMENTS, variant.shared, overlap=True)
         return shelf.kernel(source, gemm_variant.ARGUMENTS, variant.shared, cluster=variant.cluster, overlap=True)
 
     def close(self) -> None:
@@ -282,54 +320,21 @@ def plan_workspace(kind: str, plan: Plan) -> int:
     return variant.workspace(plan.workers) if plan.split_tiles else 0
 
 
-def source_of(variant: WgmmaGemm | MmaGemm | None, *, overlap: bool) -> Source:
+def source_of(variant: WgmmaGemm | FewGemm | MmaGemm | None, *, overlap: bool) -> Source:
     """What to compile for a variant; None is the conversion of rows."""
     if variant is None:
         return half_rows.source(overlap)
     if isinstance(variant, MmaGemm):
         return Source(f"gemm_mma {variant!r}", functools.partial(gemm_mma.build, variant), gemm_mma.THREADS, 2)
+    if isinstance(variant, FewGemm):
+        build = functools.partial(few_gemm.build, variant)
+        return Source(f"few_gemm {variant!r}", build, variant.threads, variant.resident)
     build = functools.partial((gemm_norm if variant.norm else gemm_wgmma).build, variant)
     return Source(f"gemm_wgmma {variant!r}", build, variant.threads, variant.resident)
 
 
 @dataclass(frozen=True, slots=True)
-class _Product:
-    """One product's kernel: y[m, outputs] from x[m, cols]."""
-
-    m: int
-    outputs: int
-    cols: int
-    kernel: LoadedKernel
-
-    def _pitch(self, pitch: int | None, item: int) -> int:
-        """Bytes from row to row of the result; None is dense."""
-        if pitch is None:
-            return self.outputs * item
-        if pitch < self.outputs * item or pitch % item:
-            raise ShapeError(f"rows of {self.outputs} results of {item} bytes do not fit a pitch of {pitch} bytes")
-        return pitch
-
-    def _check(
-        self,
-        kinds: tuple[str, ...],
-        epilogue: Epilogue,
-        weights: DeviceWeights | MixedWeights,
-        add: bool,
-        out_scale: int,
-    ) -> None:
-        if (weights.kinds, weights.outputs, weights.cols) != (kinds, self.outputs, self.cols):
-            raise ShapeError(
-                f"the product is for {' and '.join(kinds)} {self.outputs} x {self.cols}, "
-                f"the weights are {' and '.join(weights.kinds)} {weights.outputs} x {weights.cols}"
-            )
-        if add and (epilogue.half or epilogue.gate):
-            raise ShapeError("only a plain float32 result can be added to")
-        if epilogue.half and not out_scale:
-            raise ShapeError("an f16 result needs out_scale")
-
-
-@dataclass(frozen=True, slots=True)
-class WgmmaProduct(_Product):
+class WgmmaProduct(Product):
     variant: WgmmaGemm
     plan: Plan
 
@@ -382,7 +387,7 @@ class WgmmaProduct(_Product):
 
 
 @dataclass(frozen=True, slots=True)
-class MmaProduct(_Product):
+class MmaProduct(Product):
     variant: MmaGemm
 
     @property

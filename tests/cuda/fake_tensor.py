@@ -19,6 +19,7 @@ from frink_numba.cuda.tensor.body import TensorBody
 from frink_numba.cuda.tensor.kernels import TensorKernels
 from frink_numba.kernels import (
     decode_attention_variant,
+    few_gemm_variant,
     fused_attention_mma,
     fused_attention_wgmma,
     gemm_mma,
@@ -28,6 +29,8 @@ from frink_numba.kernels import (
     thin_gemm_kernel,
 )
 from frink_numba.kernels.decode_attention import DecodeAttentions
+from frink_numba.kernels.few_gemm_product import FewProduct
+from frink_numba.kernels.few_gemm_variant import FewGemm
 from frink_numba.kernels.fused_attention import Attention, Attentions, Mirror
 from frink_numba.kernels.fused_attention_plan import MmaLayout
 from frink_numba.kernels.gemm import DeviceWeights, Gemms, WgmmaProduct
@@ -86,6 +89,8 @@ class FakeGemms(Gemms):
         made = super().product(weights, m, **how)
         if isinstance(made, WgmmaProduct):
             return _MappedProduct(made.m, made.outputs, made.cols, made.kernel, made.variant, made.plan)
+        if isinstance(made, FewProduct):
+            return _MappedFewProduct(made.m, made.outputs, made.cols, made.kernel, made.variant, made.plan)
         return made
 
     def _kernel(self, variant: Any) -> Any:
@@ -93,16 +98,30 @@ class FakeGemms(Gemms):
             return FakeKernel(self._runtime, "half_rows", half_rows.ARGUMENTS, None, compute.half_rows)
         if isinstance(variant, MmaGemm):
             return FakeKernel(self._runtime, "gemm", gemm_mma.ARGUMENTS, variant, compute.gemm_mma)
+        if isinstance(variant, FewGemm):
+            return FakeKernel(self._runtime, "gemm", few_gemm_variant.ARGUMENTS, variant, compute.few_gemm)
         return FakeKernel(self._runtime, "gemm", gemm_variant.ARGUMENTS, variant, compute.gemm_wgmma)
+
+
+def _maps(product: Any, x: Any, out: int, pitch: int | None) -> bytes:
+    """Stand-ins for the tensor maps of a product's operands and its result."""
+    pitch = product._pitch(pitch, product.variant.epilogue.item)
+    assert x.half % 16 == out % 16 == pitch % 16 == 0, "the copy engine wants 16-byte aligned rows"
+    return _map(x.half, product.m, product.cols, 2 * product.cols) + _map(out, product.m, product.outputs, pitch)
 
 
 class _MappedProduct(WgmmaProduct):
     __slots__ = ()
 
     def maps(self, x: Any, out: int, pitch: int | None = None) -> bytes:
-        pitch = self._pitch(pitch, self.variant.epilogue.item)
-        assert x.half % 16 == out % 16 == pitch % 16 == 0, "the copy engine wants 16-byte aligned rows"
-        return _map(x.half, self.m, self.cols, 2 * self.cols) + _map(out, self.m, self.outputs, pitch)
+        return _maps(self, x, out, pitch)
+
+
+class _MappedFewProduct(FewProduct):
+    __slots__ = ()
+
+    def maps(self, x: Any, out: int, pitch: int | None = None) -> bytes:
+        return _maps(self, x, out, pitch)
 
 
 class FakeAttentions(Attentions):

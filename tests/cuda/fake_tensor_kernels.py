@@ -239,6 +239,22 @@ def gemm_wgmma(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) ->
         memory(a.workspace + FLAG_BYTES, (variant.workspace(a.workers) - FLAG_BYTES,))[...] = 0xFF
 
 
+def few_gemm(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> None:
+    assert a.x_map % 64 == a.out_map % 64 == 0
+    x, m, cols, x_pitch = (int(v) for v in memory(a.x_map, (4,), np.uint64))
+    out, out_m, outputs, pitch = (int(v) for v in memory(a.out_map, (4,), np.uint64))
+    assert (m, x_pitch) == (out_m, 2 * cols)
+    assert m == a.m <= variant.tokens
+    assert (256 * a.records, a.slabs) == (cols, -(-outputs * (2 if variant.epilogue.gate else 1) // SLAB))
+    norm = memory(a.token_norm, (m,), F32) if variant.epilogue.half else None
+    _product(memory, variant, a, _half_operand(memory, x, a.token_scale, m, cols), norm, (out, outputs, pitch), cols)
+    assert variant.split == (a.parts > 1)
+    if variant.split:
+        assert blocks == a.sets * a.parts, "parts that wait for each other are not on the device at once"
+        assert not memory(a.workspace, (FLAG_BYTES,)).any(), "counts of a product in parts are not zero"
+        memory(a.workspace + FLAG_BYTES, (blocks * variant.groups * variant.partial,))[...] = 0xFF
+
+
 def gemm_mma(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> None:
     norm = memory(a.token_norm, (a.m,), F32) if variant.epilogue.half else None
     x = _half_operand(memory, a.x, a.token_scale, a.m, a.cols)

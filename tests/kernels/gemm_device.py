@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from frink_numba.kernels.few_gemm_variant import FewPlan
 from frink_numba.kernels.gemm import Gemms, HalfRows
 from frink_numba.kernels.gemm_pack import PackedMatrix
 from tests.kernels.packed_weights import place_weights
@@ -41,6 +42,7 @@ def run_product(
     tokens: int | None = None,
     cluster: int | None = None,
     groups: int | None = None,
+    plan: FewPlan | None = None,
     runs: int = 1,
     spare_columns: int = 0,
 ) -> Ran:
@@ -61,7 +63,7 @@ def run_product(
         return address(kept[-1])
 
     weights = place_weights(packed if isinstance(packed, tuple) else (packed,), place, bias)
-    product = gemms.product(weights, m, gate=gate, half=half, tokens=tokens, cluster=cluster, groups=groups)
+    product = gemms.product(weights, m, gate=gate, half=half, tokens=tokens, cluster=cluster, groups=groups, plan=plan)
     source = cuda.to_device(np.ascontiguousarray(x))
     nan16 = np.full((m, k), np.nan, np.float16)
     operand, scale, norm = cuda.to_device(nan16), _nans(filled(m)), _nans(filled(m))

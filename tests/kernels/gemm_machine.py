@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from frink_numba.kernels import gemm_variant
+from frink_numba.kernels import few_gemm_variant, gemm_variant
+from frink_numba.kernels.few_gemm_variant import FewGemm, FewPlan
 from frink_numba.kernels.gemm import Gemms, HalfRows, source_of
 from frink_numba.kernels.gemm_pack import PackedMatrix
 from frink_numba.kernels.gemm_plan import Plan
@@ -215,13 +216,14 @@ class _MachineKernel:
         self._program, self._variant, self._device = Program.parse(text), variant, device
 
     def bind(self, blocks: int, *values: float) -> Callable[[int], None]:
-        kinds = [kind for _, kind in gemm_variant.ARGUMENTS]
+        few = isinstance(self._variant, FewGemm)
+        kinds = [kind for _, kind in (few_gemm_variant if few else gemm_variant).ARGUMENTS]
 
         def launch(_: int) -> None:
             shape = (
                 self._program, self._device.memory, self._variant.threads, blocks, values, kinds, self._variant.shared
             )  # fmt: skip
-            if not self._variant.norm:
+            if not few and not self._variant.norm:
                 # The last first: a block waits for the parts of tiles that later blocks have.
                 machine = GemmMachine(*shape)
                 for block in reversed(range(blocks)):
@@ -241,7 +243,7 @@ class _MachineKernel:
 def run_on_machine(
     packed: PackedMatrix | tuple[PackedMatrix, PackedMatrix],
     x: np.ndarray,
-    plan: Plan,
+    plan: Plan | FewPlan,
     *,
     gate: str = "",
     half: bool = False,
@@ -281,7 +283,7 @@ def run_on_machine(
     made = product.maps(rows, out, start.strides[0])
     launch = product.bind(
         weights, rows, out, start.strides[0], maps=device.place(np.frombuffer(made, np.uint8)), workspace=workspace_at,
-        add=add_to is not None, out_scale=out_scale if half else 0, norm=source,
+        add=add_to is not None, out_scale=out_scale if half else 0, **({} if source is None else {"norm": source}),
     )  # fmt: skip
     for _ in range(launches):
         launch(0)

@@ -42,6 +42,15 @@ class TensorInstructions:
 
         return exchange
 
+    def _do_shfl_sync_idx(self, opcode: str, parts: list[str]) -> Callable[[Any], None]:
+        target, source, lane = self.register(parts[0].split("|")[0]), self.operand(parts[1]), int(parts[2])
+
+        def take(active: Any) -> None:
+            self._warps(active)
+            target[active] = np.repeat(source(active).reshape(-1, 32)[:, lane], 32)
+
+        return take
+
     def _do_vote_sync_ballot(self, opcode: str, parts: list[str]) -> Callable[[Any], None]:
         target, flag = self.register(parts[0]), self.register(parts[1])
 
