@@ -31,16 +31,15 @@ import numpy as np
 from benchmarks.gemm_cases import Case, cases, random_weights
 from benchmarks.gemm_first_use import first_use
 from frink_numba.driver import query_driver
-from frink_numba.kernels import few_gemm_variant
 from frink_numba.kernels.cubins import Source, Target, load
 from frink_numba.kernels.decode_attention import MOST_ROWS
-from frink_numba.kernels.few_gemm_variant import FewGemm, FewPlan, few_plan
+from frink_numba.kernels.few_gemm_variant import FewGemm, FewPlan
 from frink_numba.kernels.gemm import DeviceWeights, Gemms, HalfRows, source_of
 from frink_numba.kernels.gemm_epilogue import Epilogue
 from frink_numba.kernels.gemm_kinds import fragment_kind
 from frink_numba.kernels.gemm_mma import MmaGemm
 from frink_numba.kernels.gemm_pack import PackedMatrix, pack
-from frink_numba.kernels.gemm_plan import TILES, Plan, layouts, make_plan, mma_tokens
+from frink_numba.kernels.gemm_plan import TILES, Plan, layouts, mma_tokens
 from frink_numba.kernels.gemm_variant import WgmmaGemm
 from frink_numba.kernels.thin_gemm import ThinGemms, ThinProduct, variant_of
 from frink_numba.kernels.thin_gemm import source_of as thin_source_of
@@ -298,21 +297,12 @@ def sources(bench: Bench, wanted: Sequence[Case], more: int) -> list[Source]:
     return list(found.values())
 
 
-def planned(kind: str, m: int, n: int, k: int, multiprocessors: int) -> Plan | FewPlan:
-    """The cut that the stack would choose for a product of that many rows or more than the thin ones have."""
-    row = fragment_kind(kind)
-    assert row is not None
-    if few_gemm_variant.why_not(row.name, m, k) is None:
-        return few_plan(row.name, m, n, k, multiprocessors)
-    return make_plan(m, n, k, row, multiprocessors)
-
-
 def likeliest(bench: Bench, case: Case, most: int) -> list[Plan | FewPlan]:
     """The plan of a case, then the next cuts by estimated time, one for each tile and way of cutting."""
     row = fragment_kind(case.kind)
     assert row is not None
     multiprocessors = bench.gemms.multiprocessors
-    chosen = planned(case.kind, case.m, case.n, case.k, multiprocessors)
+    chosen = bench.gemms.plan(row.name, case.m, case.n, case.k)
     plans = [
         plan
         for groups, tiles in TILES.items()

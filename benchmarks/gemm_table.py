@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench_gemm import cut, planned
+from benchmarks.bench_gemm import cut
 from frink_numba.kernels.decode_attention import MOST_ROWS
+from frink_numba.kernels.gemm import Gemms
+from frink_numba.kernels.gemm_kinds import fragment_kind
 
 _RECEIPTS = Path(__file__).resolve().parent / "receipts"
 PAGE = _RECEIPTS.parent.parent / "docs" / "kernels" / "gemm.md"
@@ -28,12 +30,15 @@ def _rows(name: str) -> list[dict[str, Any]]:
 
 def _planned(name: str) -> Iterator[tuple[dict[str, Any], str, str, str, int]]:
     """(row, model, part, kind, M) of the products that were timed with the cut that the plan chooses today."""
+    gemms = Gemms("wgmma", (9, 0), _MULTIPROCESSORS)
     for row in _rows(name):
         case = _CASE.match(row["case"])
         if case is None:
             continue
         model, part, kind, m, n, k, timed = case.groups()
-        chosen = "thin" if int(m) <= MOST_ROWS else cut(planned(kind, int(m), int(n), int(k), _MULTIPROCESSORS))
+        fragment = fragment_kind(kind)
+        assert fragment is not None
+        chosen = "thin" if int(m) <= MOST_ROWS else cut(gemms.plan(fragment.name, int(m), int(n), int(k)))
         if "T=" not in timed and timed != chosen:
             continue
         yield row, model, part, kind, int(m)

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 _WIDER_TILE = 32  # of tokens: one whose consumers have registers for the widest norm
 _TILE_OF_FEW = 32
-_FEW_GAIN = 0.98  # of the tiles' estimate that a kernel for few rows must stay below
 _BOUND_MARGIN = 1.01  # f16 rounding of both operands
 
 
@@ -235,6 +234,10 @@ class Gemms:
             plan = replace(plan, blocks=max(plan.blocks, min(places, wanted)))
         return WgmmaProduct(m, weights.outputs, weights.cols, self._kernel(variant), variant, plan)
 
+    def plan(self, kind: str, m: int, rows: int, cols: int) -> Plan | FewPlan:
+        """The cut of M tokens with `rows` packed rows of `cols` (`wgmma` tier)."""
+        return self._few_plan(kind, m, rows, cols) or self._tiles(kind, m, rows, cols)
+
     def _few_plan(self, kind: str, m: int, rows: int, cols: int, room: int | None = None) -> FewPlan | None:
         """The cut of a product of few rows that has a kernel of its own; None where it has none, or that is slower."""
         if self.invariant or few_gemm_variant.why_not(kind, m, cols) is not None:
@@ -242,7 +245,7 @@ class Gemms:
         shape = rows, cols, self.multiprocessors
         plan = few_plan(kind, m, *shape)
         # Of up to 32 rows such a kernel was the fastest in nearly all timings, and the tiles' estimates are too low.
-        if m > _TILE_OF_FEW and plan.nanoseconds > _FEW_GAIN * self._tiles(kind, m, rows, cols).nanoseconds:
+        if m > _TILE_OF_FEW and plan.nanoseconds > self._tiles(kind, m, rows, cols).nanoseconds:
             return None
         if room is not None and plan.workspace > room:
             plan = few_plan(kind, m, *shape, parts=1)
