@@ -33,7 +33,8 @@ from benchmarks.gemm_first_use import first_use
 from frink_numba.driver import query_driver
 from frink_numba.kernels.cubins import Source, Target, load
 from frink_numba.kernels.decode_attention import MOST_ROWS
-from frink_numba.kernels.few_gemm_variant import FewGemm, FewPlan
+from frink_numba.kernels.few_gemm_plan import FewPlan
+from frink_numba.kernels.few_gemm_variant import FewGemm
 from frink_numba.kernels.gemm import DeviceWeights, Gemms, HalfRows, source_of
 from frink_numba.kernels.gemm_epilogue import Epilogue
 from frink_numba.kernels.gemm_kinds import fragment_kind

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from frink_numba.kernels.few_gemm_variant import FewGemm, FewPlan
+from frink_numba.kernels.few_gemm_plan import FewPlan
+from frink_numba.kernels.few_gemm_variant import FewGemm
 from frink_numba.kernels.gemm_product import Product
 from frink_numba.kernels.launch import Launch
 from frink_numba.kernels.tma import MAP_BYTES, tensor_map

@@ -1,4 +1,4 @@
-"""Products of 9 to 64 rows on Hopper: what shapes a compiled variant, its sizes, and how a product is cut.
+"""Products of 9 to 64 rows on Hopper: what shapes a compiled variant, and its sizes (see few_gemm.py).
 
 A *record* is 256 columns, four steps of 64. A *set* is the slabs of a block: one for each of its consumer groups, which
 share the rows of x. Where there are fewer sets than multiprocessors, the records of a set are shared out over `parts`
@@ -7,7 +7,6 @@ blocks, whose sums meet in the workspace; each part then finishes its own share 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 from frink_numba.kernels.gemm_epilogue import PLAIN, Epilogue
@@ -15,10 +14,7 @@ from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, GROUP_STEPS, STEP, Fr
 
 RECORD = GROUP_STEPS * STEP  # columns
 TOKENS = (16, 32, 64)  # of a variant
-MOST_ROWS = TOKENS[-1]
-MOST_PARTS = 16
 FLAG_BYTES = 8192  # the workspace's counts: one for each slab of a product in parts
-_GROUPS = (2, 3, 4)
 _SHARED = 232448  # bytes a block may use on sm_90
 _SHARED_HALF = 116224 - 1024  # where two are to share a multiprocessor
 PIECES = 2  # of a stage, which are waited for one by one: work begins and ends with half a record
@@ -26,15 +22,6 @@ _STAGE_BARRIERS = 8 * (PIECES + 1)  # bytes: full ones and an empty one
 _MOST_STAGES = 8
 _CHUNK = 2048  # bytes that a group stages at a time, where that many hold eight rows of results
 _BUFFERS = 2
-
-# Nanoseconds on an H200, fitted to timings of all cuts: a launch, what parts cost, and a step of a slab, which waits
-# for conversion and products alike; the memory gives a multiprocessor so many bytes in one.
-_START, _START_TOKEN, _START_FOUR, _MEETING = 3500.0, 31.0, 800.0, 1400.0
-_STEP, _OPERATION, _TOKEN = 36.0, 0.7, 1.1
-_BYTES = 27.0
-_MANY_GROUPS = 0.97  # of a step, where more than two groups share the rows of x
-_WIDE_PAIR = 1.05  # where only two share 64 of them
-_SHORT_RING = 1.15  # four groups and two stages
 
 ARGUMENTS = (
     # name, type
@@ -150,77 +137,3 @@ class FewGemm:
     def partial(self) -> int:
         """Bytes of a group's sums in the workspace."""
         return 64 * self.tokens * 4
-
-
-@dataclass(frozen=True, slots=True)
-class FewPlan:
-    """groups: slabs of a set; sets x parts pieces of work, which `blocks` blocks take in turns."""
-
-    tokens: int
-    groups: int
-    slabs: int
-    records: int
-    sets: int
-    parts: int
-    blocks: int
-    nanoseconds: float  # the estimate
-
-    @property
-    def workspace(self) -> int:
-        """Bytes of the workspace: counts, and the sums of each part where records are shared out."""
-        return FLAG_BYTES + self.sets * self.parts * self.groups * 64 * self.tokens * 4 if self.parts > 1 else 0
-
-
-def why_not(kind: str, m: int, cols: int) -> str | None:
-    """The reason why a product cannot be one of few rows, or None."""
-    if FRAGMENT_KINDS[kind].scales is None:
-        return f"{kind} needs no conversion"
-    if m > MOST_ROWS:
-        return f"{m} rows are more than {MOST_ROWS}"
-    if cols % RECORD:
-        return f"{cols} columns are no multiple of {RECORD}"
-    return None
-
-
-@functools.lru_cache(maxsize=4096)
-def few_plan(
-    kind: str, m: int, rows: int, cols: int, multiprocessors: int, groups: int | None = None, parts: int | None = None
-) -> FewPlan:
-    """The fastest cut of y[m, rows] = x[m, cols] W^T. `groups` and `parts` force it."""
-    tokens = next(t for t in TOKENS if m <= t)
-    slabs, records = -(-rows // 64), cols // RECORD
-
-    def plan(g: int) -> FewPlan:
-        sets = -(-slabs // g)
-        places = multiprocessors * (2 if g <= 2 else 1)
-        p = parts or _parts(records, min(MOST_PARTS, places // sets))
-        time = _nanoseconds(kind, tokens, g, sets * p, -(-records // p), p > 1, multiprocessors)
-        return FewPlan(tokens, g, slabs, records, sets, p, min(places, sets * p), time)
-
-    fits = [g for g in _GROUPS if FewGemm(kind, tokens, Epilogue(half=True), g).stages >= 2]
-    plans = [plan(g) for g in ([groups] if groups else fits)]
-    return min(plans, key=lambda plan: (plan.nanoseconds, plan.groups))
-
-
-def _nanoseconds(
-    kind: str, tokens: int, groups: int, pieces: int, records: int, split: bool, multiprocessors: int
-) -> float:
-    """The estimate of so many pieces of work, each of a set's `records`."""
-    row, variant = FRAGMENT_KINDS[kind], FewGemm(kind, tokens, Epilogue(half=True), groups, split)
-    slab_steps = -(-pieces // multiprocessors) * groups * records * GROUP_STEPS  # of the busiest multiprocessor
-    step = _STEP + _OPERATION * row.operations + _TOKEN * tokens
-    if groups > 2:
-        step *= _MANY_GROUPS
-    elif tokens == TOKENS[-1]:
-        step *= _WIDE_PAIR
-    if groups == _GROUPS[-1] and variant.stages < 3:
-        step *= _SHORT_RING
-    step = max(step, row.step_size / _BYTES)
-    start = _START + _START_TOKEN * tokens + (_START_FOUR if groups == _GROUPS[-1] else 0.0)
-    return start + (_MEETING if split else 0.0) + slab_steps * step
-
-
-def _parts(records: int, most: int) -> int:
-    """The fewest parts of which the largest is as small as it can be."""
-    most = max(1, min(most, records))
-    return -(-records // -(-records // most))

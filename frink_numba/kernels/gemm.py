@@ -25,10 +25,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from frink_numba.errors import ShapeError
-from frink_numba.kernels import few_gemm, few_gemm_variant, gemm_mma, gemm_norm, gemm_variant, gemm_wgmma, half_rows
+from frink_numba.kernels import (
+    few_gemm,
+    few_gemm_plan,
+    few_gemm_variant,
+    gemm_mma,
+    gemm_norm,
+    gemm_variant,
+    gemm_wgmma,
+    half_rows,
+)
 from frink_numba.kernels.cubins import Source
+from frink_numba.kernels.few_gemm_plan import FewPlan, few_plan
 from frink_numba.kernels.few_gemm_product import FewProduct
-from frink_numba.kernels.few_gemm_variant import FewGemm, FewPlan, few_plan
+from frink_numba.kernels.few_gemm_variant import FewGemm
 from frink_numba.kernels.gemm_epilogue import GATES, Epilogue
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, SLAB, fragment_kind
 from frink_numba.kernels.gemm_mma import MmaGemm
@@ -240,7 +250,7 @@ class Gemms:
 
     def _few_plan(self, kind: str, m: int, rows: int, cols: int, room: int | None = None) -> FewPlan | None:
         """The cut of a product of few rows that has a kernel of its own; None where it has none, or that is slower."""
-        if self.invariant or few_gemm_variant.why_not(kind, m, cols) is not None:
+        if self.invariant or few_gemm_plan.why_not(kind, m, cols) is not None:
             return None
         shape = rows, cols, self.multiprocessors
         plan = few_plan(kind, m, *shape)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from frink_numba.kernels.few_gemm_variant import FewPlan
+from frink_numba.kernels.few_gemm_plan import FewPlan
 from frink_numba.kernels.gemm import Gemms, HalfRows
 from frink_numba.kernels.gemm_pack import PackedMatrix
 from tests.kernels.packed_weights import place_weights

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from frink_numba.kernels import few_gemm_variant, gemm_variant
-from frink_numba.kernels.few_gemm_variant import FewGemm, FewPlan
+from frink_numba.kernels.few_gemm_plan import FewPlan
+from frink_numba.kernels.few_gemm_variant import FewGemm
 from frink_numba.kernels.gemm import Gemms, HalfRows, source_of
 from frink_numba.kernels.gemm_pack import PackedMatrix
 from frink_numba.kernels.gemm_plan import Plan

@@ -9,16 +9,8 @@ from pathlib import Path
 import pytest
 
 from frink_numba.kernels.cubins import Cubin, Target, compile_kernel
-from frink_numba.kernels.few_gemm_variant import (
-    FLAG_BYTES,
-    MOST_PARTS,
-    MOST_ROWS,
-    RECORD,
-    TOKENS,
-    FewGemm,
-    few_plan,
-    why_not,
-)
+from frink_numba.kernels.few_gemm_plan import MOST_PARTS, MOST_ROWS, few_plan, why_not
+from frink_numba.kernels.few_gemm_variant import FLAG_BYTES, RECORD, TOKENS, FewGemm
 from frink_numba.kernels.gemm import source_of
 from frink_numba.kernels.gemm_epilogue import Epilogue
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from frink_numba.kernels.few_gemm_plan import MOST_ROWS, few_plan
 from frink_numba.kernels.few_gemm_product import FewProduct
-from frink_numba.kernels.few_gemm_variant import MOST_ROWS, few_plan
 from frink_numba.kernels.gemm import Gemms
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS
 from frink_numba.kernels.gemm_pack import pack

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from frink_numba.kernels import few_gemm_product
-from frink_numba.kernels.few_gemm_variant import few_plan
+from frink_numba.kernels.few_gemm_plan import few_plan
 from frink_numba.kernels.gemm_pack import pack
 from tests.kernels.compiling import missing_tools
 from tests.kernels.gemm_device import dequantized, relative_error, worst_row_error
