@@ -13,6 +13,7 @@ from frink_numba import settings
 from frink_numba.driver import query_driver
 from frink_numba.errors import ModelNotFoundError
 from frink_numba.host.fetch import resolve
+from frink_numba.registry import known_backends
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers side by side, each with a BLAS thread per core, wait for one another: five times slower on 2 cores.
@@ -24,6 +25,12 @@ _ORACLE_PACKAGES = ("torch", "transformers")
 # A runner in the background may ignore interrupts, and so would every program that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plugins_are_known() -> None:
+    """Installed plugins are read once per process, on first use: not within a test that gives its registry back."""
+    known_backends()
 
 
 @pytest.fixture(scope="session")
