@@ -34,7 +34,7 @@ def launches_of(tier: str, layers: list[Layer], rows: int) -> list[list[str]]:
 
 @pytest.fixture
 def norms_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "NORMS_INSIDE", True)
+    monkeypatch.setattr(launches, "NORMS_INSIDE", frozenset({"qkv", "gate_up"}))
 
 
 @pytest.mark.usefixtures("norms_inside")
@@ -96,7 +96,7 @@ def test_norms_inside_change_no_bit(rows: int, monkeypatch: pytest.MonkeyPatch) 
     """Whoever norms the rows, hidden batch and K/V rows are the same: unlike layers, mixed kinds, all norms."""
     layers = unlike_layers()
     answers = []
-    for inside in (True, False):
+    for inside in (frozenset({"qkv", "gate_up"}), frozenset[str]()):
         monkeypatch.setattr(launches, "NORMS_INSIDE", inside)
         backend = CudaBackend(layers, tensor_device("wgmma"))
         answers.append(taken(backend.run(0, len(layers), step_over(layers, KVCache(layers, 256), hidden_rows(rows)))))

@@ -38,7 +38,9 @@ from frink_numba.layer import RopeLayout
 
 Launch = Callable[[int], None]
 
-NORMS_INSIDE = False  # right on an H200, but no faster: docs/kernels/gemm.md
+NORMS_INSIDE: frozenset[str] = frozenset()  # the stages, of qkv and gate_up, that do the norms in front of them
+
+_TICKETS = 128  # bytes of the counters
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,8 @@ class Launches:
     def _layer_rows(self, layer: TensorLayer, record: int, rows: int) -> None:
         """Append the launches up to the one that makes K/V rows."""
         at, m, shape = self._at, self._m, layer.shape
-        x = self._normed("norm", self.hidden, shape.hidden, layer.vectors.get("attn_norm"), layer.layer.norm_eps, m)
+        weight, eps = layer.vectors.get("attn_norm"), layer.layer.norm_eps
+        x = self._normed("norm", "qkv", self.hidden, shape.hidden, weight, eps, m)
         width = shape.query_width + 2 * shape.kv_width
         for weights, column in self._qkv(layer):
             self._add("qkv", self._product(weights, x, at["qkv"] + 4 * column, 4 * width, stage="qkv"))
@@ -198,7 +201,7 @@ class Launches:
         attended = replace(attended, half=attended.half + 2 * shape.query_width * first)
         self._into_hidden("o", layer.o, attended, hidden, vectors.get("post_attn_norm"), shape, eps, m)
 
-        x = self._normed("ffn norm", hidden, shape.hidden, vectors.get("ffn_norm"), eps, m)
+        x = self._normed("ffn norm", "gate_up", hidden, shape.hidden, vectors.get("ffn_norm"), eps, m)
         gate = GATES[layer.layer.ffn.activation]
         if len(layer.gate_up) == 1:
             product = self._product(
@@ -216,9 +219,12 @@ class Launches:
         self._made.append(Op(name, self._number, launch))
 
     def _normed(
-        self, op: str, hidden: int, width: int, weight: int | None, eps: float, m: int
+        self, op: str, stage: str, hidden: int, width: int, weight: int | None, eps: float, m: int
     ) -> HalfRows | NormRows | RowsToNorm:
-        """`m` hidden rows, normed where there is a weight, as an operand: most products norm them on the way in."""
+        """`m` hidden rows, normed where there is a weight, as an operand of the products of `stage`.
+
+        Products of few rows norm them on the way in, and others where NORMS_INSIDE says so.
+        """
         if weight is None:
             plain = self._operand("normed")
             self._add(op, self._kernels.gemms.half_rows(hidden, m, width, plain))
@@ -226,14 +232,10 @@ class Launches:
         if m <= self._few and width <= MOST_NORM_COLUMNS:
             return NormRows(hidden, weight, eps)
         normed = self._operand("normed")
-        if self._norms_inside(width):
+        if stage in NORMS_INSIDE and why_no_norm(self._kernels.gemms.tier, width) is None:
             return RowsToNorm(NormRows(hidden, weight, eps), normed)
         self._add(op, self._kernels.norm_half(m, width, hidden, weight, eps, normed))
         return normed
-
-    def _norms_inside(self, width: int) -> bool:
-        """Whether products of many rows norm them in their own launch."""
-        return NORMS_INSIDE and why_no_norm(self._kernels.gemms.tier, width) is None
 
     def _rotation(self, layer: TensorLayer) -> tuple[int, int]:
         """Cosines and sines; zeros for a layer that is not rotated."""
@@ -377,7 +379,7 @@ class Launches:
         room = FLAG_BYTES + self._sums.get(stage, 0)
         how: dict[str, Any] = {"add": add, "out_scale": out_scale}
         if isinstance(x, RowsToNorm):
-            how["norm"], x = x.source, x.operand
+            how["norm"], how["tickets"], x = x.source, self._at["counters"], x.operand
         product = kernels.gemms.product(weights, m, gate=gate, half=half, norm="norm" in how, room=room)
         maps = self._map_address(product.maps(x, out, pitch))
         workspace = self._room(stage, min(FLAG_BYTES, product.workspace), product.workspace)
@@ -388,10 +390,11 @@ class Launches:
         """Where a workspace of `nbytes` lies that begins with `counters` bytes of counters.
 
         All lie over each other: the counters, which every launch leaves at zero, before one place, sums from there on.
+        The first line of counters is left to products with norms, which take tickets before their predecessors end.
         """
         if not nbytes:
             return 0
-        if counters > COUNTERS or nbytes - counters > self._sums.get(stage, 0):
+        if counters > COUNTERS - _TICKETS or nbytes - counters > self._sums.get(stage, 0):
             raise DeviceError(f"a launch wants a workspace of {nbytes} bytes, {counters} of them for counters")
         return self._at["counters"] + COUNTERS - counters
 
