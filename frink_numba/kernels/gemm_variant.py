@@ -105,7 +105,7 @@ class WgmmaGemm:
 
     @property
     def _normed(self) -> int:
-        """Bytes of the barrier at which a block's groups are done with their norms."""
+        """Bytes of the barriers at which a block's groups have had their last tickets, and have done their norms."""
         return 16 if self.norm else 0
 
     @property

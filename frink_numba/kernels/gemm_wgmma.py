@@ -120,7 +120,8 @@ def build(gemm: WgmmaGemm, norm_ops: Any = None) -> Any:
         base = shared_address(shared)
         full = u32(base + u32(BARRIERS_AT))
         empty = u32(full + u32(8 * STAGES))
-        all_normed = u32(empty + u32(8 * STAGES))
+        tickets_out = u32(empty + u32(8 * STAGES))
+        all_normed = u32(tickets_out + u32(8))
         thread = u32(cuda.threadIdx.x)
         group = thread >> u32(7)
         rank = u32(0)
@@ -138,6 +139,7 @@ def build(gemm: WgmmaGemm, norm_ops: Any = None) -> Any:
                 mbarrier_init(full + u32(8 * s), u32(1))
                 mbarrier_init(empty + u32(8 * s), u32(4 * SIDES))
             if NORM:
+                mbarrier_init(tickets_out, u32(GROUPS))
                 mbarrier_init(all_normed, u32(GROUPS))
             fence_barrier_init()
         if CLUSTER > 1:
@@ -178,9 +180,9 @@ def build(gemm: WgmmaGemm, norm_ops: Any = None) -> Any:
                 wait_for_predecessors()
                 known = u32(0)  # of the first tiles of tokens: those whose rows were seen to be there
                 if NORM:
-                    # No tile is begun before, and no ticket is taken behind.
-                    mbarrier_wait(all_normed, u32(0))
+                    mbarrier_wait(tickets_out, u32(0))
                     launch_dependents()
+                    mbarrier_wait(all_normed, u32(0))
                 while first < last or whole < tiles:
                     tile, g0, g1, first, whole = next_segment(first, last, whole, groups, blocks)
                     token_tile, slab_set = locate(tile, swath, sets, token_tiles)
@@ -229,7 +231,10 @@ def build(gemm: WgmmaGemm, norm_ops: Any = None) -> Any:
                 ticket_at = u32(staging + u32(2 * ROW_SCRATCH))
                 last_ticket = u32(turns + u32(cuda.gridDim.x) * u32(GROUPS) - u32(1))
                 if local == 0:
-                    put_number(ticket_at, take(tickets, last_ticket))
+                    ticket = take(tickets, last_ticket)
+                    put_number(ticket_at, ticket)
+                    if ticket >= turns:
+                        arrive(tickets_out)
                 weight = norm_weight
                 if AHEAD:
                     weight = load_row(norm_weight, local, cols)
@@ -246,7 +251,10 @@ def build(gemm: WgmmaGemm, norm_ops: Any = None) -> Any:
                     values = load_row(hidden + u64(x_row) * pitch, local, cols)
                     ticket_at = ticket_at ^ u32(4)
                     if local == 0:
-                        put_number(ticket_at, take(tickets, last_ticket))
+                        ticket = take(tickets, last_ticket)
+                        put_number(ticket_at, ticket)
+                        if ticket >= turns:
+                            arrive(tickets_out)
                     while x_row < end:
                         after = u32(x_row + u32(1))
                         source = hidden + u64(after) * pitch

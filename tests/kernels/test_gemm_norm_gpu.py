@@ -201,7 +201,7 @@ def test_two_streams_at_once(kernels: TensorKernels, case: Any) -> None:
     streams = [cuda.stream() for _ in pair]
     for _ in range(150):
         for made, stream in zip(pair, streams, strict=True):
-            made.launch(int(stream.handle.value))
+            made.launch(int(stream.handle))
     cuda.synchronize()
     for made in pair:
         same(apart.read(), made.read())
@@ -225,11 +225,11 @@ def test_where_a_part_of_the_grid_has_room(kernels: TensorKernels, case: Any, le
     cuda.synchronize()
     holder, stream, third = (cuda.stream() for _ in range(3))
     ended = cuda.event(timing=False)
-    kernel.bind(kernels.gemms.multiprocessors - left, address(let_go), 2_000_000_000)(int(holder.handle.value))
+    kernel.bind(kernels.gemms.multiprocessors - left, address(let_go), 2_000_000_000)(int(holder.handle))
     ended.record(holder)
     time.sleep(0.002)
     for _ in range(3):
-        made.launch(int(stream.handle.value))
+        made.launch(int(stream.handle))
     stream.synchronize()
     alone = ended.query()
     let_go.copy_to_device(np.ones(1, np.uint32), stream=third)
