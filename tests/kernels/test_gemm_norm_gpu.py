@@ -64,7 +64,10 @@ def prepare(
     data, row_scale, source, norm = (cuda.to_device(a) for a in (packed.data, packed.row_scale, x, weight))
     weights = DeviceWeights.of(packed, address(data), address(row_scale))
     rows_to_norm = NormRows(address(source), address(norm), EPS)
-    product: Any = kernels.gemms.product(weights, m, gate=gate, half=half, norm=inside, **(tile or {}))
+    # Cut as the one with the norm is: few rows have kernels of their own otherwise, which sum in another order.
+    product: Any = kernels.gemms.product(weights, m, gate=gate, half=half, norm=True, **(tile or {}))
+    if not inside:
+        product = kernels.gemms.product(weights, m, gate=gate, half=half, plan=product.plan)
     width = -(-packed.outputs // 8) * 8
     out, out_scale = _poison((m, width), np.float16 if half else np.float32), _poison(filled(m), np.float32)
     operand, scale, bound = _poison((m, k), np.float16), *(_poison(filled(m), np.float32) for _ in range(2))

@@ -8,8 +8,9 @@ Eight launches a layer:
 More where matrices are of mixed kinds: Q, K and V of two kinds are one product on the `wgmma` tier and two elsewhere;
 gate and up of two kinds are two products, and the activation is a launch of its own.
 
-With NORMS_INSIDE two less on the `wgmma` tier: the products behind norms do them, unless rows are very wide. Up to
-THIN_ROWS rows, five: the products norm their operands themselves, and attention does what comes before it.
+Products of NORMS_INSIDE do the norm in front of them themselves, one launch less each, on the `wgmma` tier from 65 rows
+on, unless rows are very wide. Up to THIN_ROWS rows, five: the products norm their operands themselves, and attention
+does what comes before it.
 
 Nothing that changes from step to step is an argument of a launch: positions and the mirrors' lengths are read from
 device memory, where the step's image lies.
@@ -30,6 +31,7 @@ from frink_numba.cuda.tensor.weights import TensorLayer, qk_norm_form
 from frink_numba.errors import DeviceError
 from frink_numba.kernels import decode_attention
 from frink_numba.kernels.decode_attention import DecodeShape
+from frink_numba.kernels.few_gemm_plan import MOST_ROWS
 from frink_numba.kernels.fused_attention import HeadShape, RopeForm
 from frink_numba.kernels.gemm import DeviceWeights, HalfRows, MixedWeights, why_no_norm
 from frink_numba.kernels.gemm_variant import FLAG_BYTES
@@ -232,7 +234,7 @@ class Launches:
         if m <= self._few and width <= MOST_NORM_COLUMNS:
             return NormRows(hidden, weight, eps)
         normed = self._operand("normed")
-        if stage in NORMS_INSIDE and why_no_norm(self._kernels.gemms.tier, width) is None:
+        if stage in NORMS_INSIDE and m > MOST_ROWS and why_no_norm(self._kernels.gemms.tier, width) is None:
             return RowsToNorm(NormRows(hidden, weight, eps), normed)
         self._add(op, self._kernels.norm_half(m, width, hidden, weight, eps, normed))
         return normed
