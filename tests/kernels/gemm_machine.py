@@ -175,6 +175,18 @@ class GemmMachine(ThinMachine):
 
         return take
 
+    def _do_red_release_gpu_global_inc(self, opcode: str, parts: list[str]) -> Callable[[Any], None]:
+        address, most = self.address(parts[0]), self.operand(parts[1])
+
+        def add(active: Any) -> None:
+            for where, last in zip(address(active), most(active), strict=True):
+                data, place = self.view("global", np.asarray([where]), np.uint32)
+                data[place[0]] = 0 if data[place[0]] >= last else data[place[0]] + 1
+
+        return add
+
+    _do_red_relaxed_gpu_global_inc = _do_red_release_gpu_global_inc
+
     def _do_red_release_gpu_global_add(self, opcode: str, parts: list[str]) -> Callable[[Any], None]:
         address, amount = self.address(parts[0]), self.operand(parts[1])
 
