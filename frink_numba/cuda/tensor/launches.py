@@ -1,6 +1,6 @@
 """The launches of a layer, and the places in a run's scratch that they work on: what all programs are made from.
 
-Eight launches a layer:
+Eight launches a layer, of which the second norm is part of the product behind it on the `wgmma` tier, so seven there:
 
     norm -> qkv product -> QK norm, rotation, mirror -> attention -> o product, added to hidden
     norm -> gate and up product with the activation  ->  down product, added to hidden
@@ -40,7 +40,8 @@ from frink_numba.layer import RopeLayout
 
 Launch = Callable[[int], None]
 
-NORMS_INSIDE: frozenset[str] = frozenset()  # the stages, of qkv and gate_up, that do the norms in front of them
+# The stages, of qkv and gate_up, that do the norms in front: where that costs no shape 1 % (docs/kernels/gemm.md).
+NORMS_INSIDE = frozenset({"gate_up"})
 
 _TICKETS = 128  # bytes of the counters
 
@@ -234,10 +235,15 @@ class Launches:
         if m <= self._few and width <= MOST_NORM_COLUMNS:
             return NormRows(hidden, weight, eps)
         normed = self._operand("normed")
-        if stage in NORMS_INSIDE and m > MOST_ROWS and why_no_norm(self._kernels.gemms.tier, width) is None:
+        if stage in NORMS_INSIDE and self._norms_inside(width, m):
             return RowsToNorm(NormRows(hidden, weight, eps), normed)
         self._add(op, self._kernels.norm_half(m, width, hidden, weight, eps, normed))
         return normed
+
+    def _norms_inside(self, width: int, m: int) -> bool:
+        """Whether products norm so many rows; not where the kernels of a step must not depend on their number."""
+        kernels = self._kernels
+        return not kernels.invariant and m > MOST_ROWS and why_no_norm(kernels.gemms.tier, width) is None
 
     def _rotation(self, layer: TensorLayer) -> tuple[int, int]:
         """Cosines and sines; zeros for a layer that is not rotated."""
