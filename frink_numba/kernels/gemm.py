@@ -46,7 +46,7 @@ from frink_numba.kernels.gemm_norm import MOST_NORM_COLUMNS
 from frink_numba.kernels.gemm_pack import PackedMatrix
 from frink_numba.kernels.gemm_plan import TOKEN_TILES, Behind, Plan, make_plan, mma_tokens
 from frink_numba.kernels.gemm_product import Product
-from frink_numba.kernels.gemm_variant import WgmmaGemm
+from frink_numba.kernels.gemm_variant import MOST_NORM_TILES, TICKETS_AT, WgmmaGemm
 from frink_numba.kernels.launch import KernelShelf, Launch, LoadedKernel
 from frink_numba.kernels.tma import MAP_BYTES, tensor_map
 from frink_numba.quant import QuantKind
@@ -242,6 +242,8 @@ class Gemms:
             places = self.multiprocessors * variant.resident // plan.cluster * plan.cluster
             wanted = -(-m // plan.groups // plan.cluster) * plan.cluster
             plan = replace(plan, blocks=max(plan.blocks, min(places, wanted)))
+            if plan.token_tiles > MOST_NORM_TILES:
+                raise ShapeError(f"a fused norm takes at most {MOST_NORM_TILES} tiles of rows, got {plan.token_tiles}")
         return WgmmaProduct(m, weights.outputs, weights.cols, self._kernel(variant), variant, plan)
 
     def plan(self, kind: str, m: int, rows: int, cols: int) -> Plan | FewPlan:
@@ -379,11 +381,13 @@ class WgmmaProduct(Product):
         add: bool = False,
         out_scale: int = 0,
         norm: NormRows | None = None,
+        tickets: int = 0,
     ) -> Launch:
         """A launch with these buffers; `x`, `out` and `pitch` as they were given to `maps()`.
 
         add: add to the result (plain float32). out_scale: float32, the powers of two of an f16 result. norm: the rows
-        from which a product with a norm makes `x`.
+        from which a product with a norm makes `x`. tickets: four bytes of zeros that no kernels touch but products with
+        a norm, of this stream; needed where others use the workspace too.
         """
         plan = self.plan
         if (norm is not None) != bool(self.variant.norm):
@@ -394,7 +398,11 @@ class WgmmaProduct(Product):
         addresses = (first.data, behind, first.row_scale, x.scale, first.bias, x.norm, out_scale, workspace)
         tiles = (plan.token_tiles, plan.slabs, first.slabs, plan.steps)
         shape = (self.m, *tiles, plan.swath, plan.split_tiles, plan.workers)
-        rows = (0, 0, 0, 0, 0.0) if norm is None else (norm.hidden, norm.weight, x.half, self.cols, norm.eps)
+        rows: tuple[float, ...] = (0,) * 8 + (0.0,)
+        if norm is not None:
+            turns = gemm_norm.turns_of(self.m, plan.tokens, plan.blocks * plan.groups)
+            tickets = tickets or workspace + TICKETS_AT
+            rows = (norm.hidden, norm.weight, x.half, tickets, self.cols, *turns, norm.eps)
         tensors = maps, maps + MAP_BYTES
         return self.kernel.bind(plan.blocks, *tensors, *addresses, *weights.bounds(), *shape, int(add), *rows)
 

@@ -383,19 +383,25 @@ def _select(e: Emitter, flag: Any, a: Register, b: Register) -> Register:
     return Register(e, "u32", e.builder.select(flag, a.value, b.value))
 
 
-@emitted("u32", "u32", "u32", "u32")
-def range_start(e: Emitter, block: Register, split: Register, workers: Register) -> Register:
-    """The first of `split` groups that belongs to `block`:
+@emitted("u32", "u32", "u32")
+def worker_of(e: Emitter, block: Register, workers: Register) -> Register:
+    """Which range of the split tiles a block has: the last one for block 0, and so on; blocks behind have none."""
+    return _select(e, _less(e, block, workers), workers - 1 - block, block)
 
-    ranges of equal length for the first `workers` blocks, in order; none for the blocks after them.
+
+@emitted("u32", "u32", "u32", "u32")
+def range_start(e: Emitter, worker: Register, split: Register, workers: Register) -> Register:
+    """The first of `split` groups that belongs to `worker`:
+
+    ranges of equal length for `workers` of them, in order; none for those after them.
     """
-    return _divide(e, _select(e, _less(e, block, workers), block, workers) * split, workers)
+    return _divide(e, _select(e, _less(e, worker, workers), worker, workers) * split, workers)
 
 
 @emitted("u32", "u32", "u32", "u32", "u32")
-def parts_after(e: Emitter, end: Register, block: Register, split: Register, workers: Register) -> Register:
-    """How many blocks after `block` begin before group `end`: the last o with o * split < end * workers is the last."""
-    return _divide(e, end * workers + split - 1, split) - block - 1
+def parts_after(e: Emitter, end: Register, worker: Register, split: Register, workers: Register) -> Register:
+    """How many workers after `worker` begin before group `end`: the last o with o * split < end * workers."""
+    return _divide(e, end * workers + split - 1, split) - worker - 1
 
 
 @emitted("u32x5", "u32", "u32", "u32", "u32", "u32")

@@ -3,9 +3,9 @@
     y[m, k] = x[m, k] * weight[k] / sqrt(mean_k x[m, k]**2 + eps)
     half[m, k] = y[m, k] / scale[m],   scale[m] = 2**e with max_k |half[m, k]| in [2**14, 2**15),   norm[m] >= |y[m]|_2
 
-Before its tiles, each consumer group (128 threads) norms rows in turns; then all blocks meet once (`gemm_wgmma.py`),
-and the copy engine reads what any of them wrote. A row is read once and stays in registers; where there is room, the
-next one is on its way meanwhile, and the weights stay too.
+Before its tiles, each consumer group (128 threads) norms rows, a few with each ticket (`row_tickets.py`), and the copy
+engine reads what groups of any block wrote. A row is read once and stays in registers; where there is room, the next
+one is on its way meanwhile, and the weights stay too.
 
 A row's bits are those of `norm_half.py`: its sums are taken in the order of a block of `row_threads` threads. A thread
 here stands for two of them where those are 256, and half of the threads are idle where those are 64.
@@ -24,6 +24,7 @@ from frink_numba.kernels.row_threads import row_threads
 GROUP = 128  # threads
 MOST_NORM_COLUMNS = 8192  # what registers hold of a row
 _MOST_KEPT = 8  # float4 of a thread's row, of which there may be three at once: this row, the next one, the weights
+_MOST_TURN = 4  # rows of a ticket
 _FEW_REGISTERS, _MOST_OF_FEW = 128, 5120  # a thread's registers, and columns of a row that fewer hold
 
 
@@ -56,6 +57,15 @@ def norm_columns(cols: int) -> int:
 def too_wide(columns: int, registers: int) -> bool:
     """Whether consumers with so few registers cannot hold a row."""
     return registers < _FEW_REGISTERS and columns > _MOST_OF_FEW
+
+
+def turns_of(m: int, tokens: int, parties: int) -> tuple[int, int, int]:
+    """(rows of a turn, turns of a tile of `tokens` rows, turns in all): as many for each of the parties, or nearly."""
+    rounds = -(-m // (parties * _MOST_TURN))
+    rows = min(tokens, -(-m // (parties * rounds)))
+    of_tile = -(-tokens // rows)
+    whole, rest = divmod(m, tokens)
+    return rows, of_tile, whole * of_tile + -(-rest // rows)
 
 
 class NormOps(NamedTuple):

@@ -10,7 +10,10 @@ from frink_numba.kernels.gemm_plan import blocks_on_multiprocessor
 
 SHARED_LIMIT = 232448  # bytes a block may use on sm_90
 FLAG_BYTES = 8192  # the workspace's flags: one for each slab of each block
-MEETING_AT = FLAG_BYTES - 128  # of them one more, at which all blocks meet behind a norm: in a line of its own
+# Of them, for a norm in front: the parts of each tile's rows that are normed, then two counts in lines of their own.
+NORMED_AT = FLAG_BYTES // 2
+TICKETS_AT, LEFT_AT = FLAG_BYTES - 256, FLAG_BYTES - 128
+MOST_NORM_TILES = (TICKETS_AT - NORMED_AT) // 4
 _MOST_STAGES = 16
 _MOST_BUFFERS = 4
 
@@ -43,7 +46,11 @@ ARGUMENTS = (
     ("hidden", "u64"),
     ("norm_weight", "u64"),
     ("half", "u64"),
+    ("tickets", "u64"),  # a count that no kernel touches but those with a norm: zero before and behind them
     ("cols", "u32"),
+    ("turn_rows", "u32"),  # gemm_norm.turns_of
+    ("tile_turns", "u32"),
+    ("turns", "u32"),
     ("eps", "f32"),
 )
 
@@ -97,8 +104,13 @@ class WgmmaGemm:
         return self.tokens * 128 + self.groups * self.slot
 
     @property
+    def _normed(self) -> int:
+        """Bytes of the barriers at which a block's groups have had their last tickets, and have done their norms."""
+        return 16 if self.norm else 0
+
+    @property
     def _limit(self) -> int:
-        return SHARED_LIMIT if self.resident == 1 else SHARED_LIMIT // 2 - 1024
+        return (SHARED_LIMIT if self.resident == 1 else SHARED_LIMIT // 2 - 1024) - self._normed
 
     @property
     def _scales(self) -> int:
@@ -122,7 +134,7 @@ class WgmmaGemm:
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory: tokens, staging, weights, scales, barriers."""
-        return self.stages * (self.stage + 16) + self.buffers * self._buffer + self._scales
+        return self.stages * (self.stage + 16) + self.buffers * self._buffer + self._scales + self._normed
 
     @property
     def sides(self) -> int:

@@ -34,16 +34,30 @@ def launches_of(tier: str, layers: list[Layer], rows: int) -> list[list[str]]:
 
 @pytest.fixture
 def norms_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "NORMS_INSIDE", True)
+    monkeypatch.setattr(launches, "NORMS_INSIDE", frozenset({"qkv", "gate_up"}))
 
 
 @pytest.mark.usefixtures("norms_inside")
-@pytest.mark.parametrize("rows", [40, 200])
-def test_six_launches_a_layer(rows: int) -> None:
+def test_six_launches_a_layer() -> None:
     """The norms are in the products behind them."""
     fused = [name for name in ALIKE if "norm" not in name]
-    assert launches_of("wgmma", layers_of(["Q8_0"]), rows) == [fused] * 2
+    assert launches_of("wgmma", layers_of(["Q8_0"]), 200) == [fused] * 2
     assert len(fused) == 6
+
+
+@pytest.mark.usefixtures("norms_inside")
+def test_products_of_few_rows_have_kernels_without_a_norm() -> None:
+    assert launches_of("wgmma", layers_of(["Q8_0"]), 64) == [ALIKE] * 2
+
+
+@pytest.mark.parametrize(("stage", "gone"), [("gate_up", "ffn norm"), ("qkv", "norm")])
+def test_seven_with_one_norm_inside(stage: str, gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Q, K and V of two kinds too."""
+    monkeypatch.setattr(launches, "NORMS_INSIDE", frozenset({stage}))
+    for kinds in (["Q8_0"], MIXED):
+        for names in launches_of("wgmma", layers_of(kinds), 200):
+            assert names == [name for name in ALIKE if name != gone]
+            assert len(names) == 7
 
 
 MIXED = ["Q8_0", "Q8_0", "F16", "Q8_0", "Q8_0", "Q8_0", "Q8_0"]
@@ -52,7 +66,7 @@ MIXED = ["Q8_0", "Q8_0", "F16", "Q8_0", "Q8_0", "Q8_0", "Q8_0"]
 @pytest.mark.usefixtures("norms_inside")
 def test_six_with_v_of_another_kind() -> None:
     """One product takes both kinds."""
-    for names in launches_of("wgmma", layers_of(MIXED), 40):
+    for names in launches_of("wgmma", layers_of(MIXED), 100):
         assert names == [name for name in ALIKE if "norm" not in name]
 
 
@@ -60,7 +74,7 @@ def test_six_with_v_of_another_kind() -> None:
 @pytest.mark.parametrize("kinds", [["Q8_0", "F16", "Q8_0"], ["Q8_0", "F16", "Q4_0"]])
 def test_three_products_of_three_packs(kinds: list[str]) -> None:
     """Those behind the first take the rows that it normed."""
-    for names in launches_of("wgmma", layers_of([*kinds, *["Q8_0"] * 4]), 40):
+    for names in launches_of("wgmma", layers_of([*kinds, *["Q8_0"] * 4]), 100):
         assert names == ["qkv", "qkv", "qkv", "prepare", "attention", "o", "gate_up", "down"]
 
 
@@ -91,12 +105,12 @@ def test_norms_of_their_own_on_the_other_tier() -> None:
 
 
 @pytest.mark.usefixtures("norms_inside")
-@pytest.mark.parametrize("rows", [40, 200])
+@pytest.mark.parametrize("rows", [80, 200])
 def test_norms_inside_change_no_bit(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever norms the rows, hidden batch and K/V rows are the same: unlike layers, mixed kinds, all norms."""
     layers = unlike_layers()
     answers = []
-    for inside in (True, False):
+    for inside in (frozenset({"qkv", "gate_up"}), frozenset[str]()):
         monkeypatch.setattr(launches, "NORMS_INSIDE", inside)
         backend = CudaBackend(layers, tensor_device("wgmma"))
         answers.append(taken(backend.run(0, len(layers), step_over(layers, KVCache(layers, 256), hidden_rows(rows)))))

@@ -22,6 +22,8 @@ from tests.kernels.ptx_machine import Program
 from tests.kernels.row_machine import MachineRows
 from tests.kernels.thin_machine import ThinMachine
 
+_MOST_TURNS = 1_000_000  # of all blocks of a launch: many times what any takes that does not hang
+
 # What stands in for a tensor map: address, rows, columns, pitch, rows and columns of a box, item, swizzle.
 _MAP = struct.Struct("<8Q")
 
@@ -161,6 +163,18 @@ class GemmMachine(ThinMachine):
         count = self.operand(parts[1])
         return lambda active: self._named([parts[0], str(int(count(active)[0]))], True)(active)
 
+    def _do_atom(self, opcode: str, parts: list[str]) -> Callable[[Any], None]:
+        assert opcode.endswith(".gpu.global.inc.u32")
+        target, address, most = self.register(parts[0]), self.address(parts[1]), self.operand(parts[2])
+
+        def take(active: Any) -> None:
+            for thread, where, last in self._each(active, address, most):
+                data, place = self.view("global", np.asarray([where]), np.uint32)
+                target[thread] = data[place[0]]
+                data[place[0]] = 0 if data[place[0]] >= last else data[place[0]] + 1
+
+        return take
+
     def _do_red_release_gpu_global_inc(self, opcode: str, parts: list[str]) -> Callable[[Any], None]:
         address, most = self.address(parts[0]), self.operand(parts[1])
 
@@ -172,6 +186,16 @@ class GemmMachine(ThinMachine):
         return add
 
     _do_red_relaxed_gpu_global_inc = _do_red_release_gpu_global_inc
+
+    def _do_red_release_gpu_global_add(self, opcode: str, parts: list[str]) -> Callable[[Any], None]:
+        address, amount = self.address(parts[0]), self.operand(parts[1])
+
+        def add(active: Any) -> None:
+            for _, where, more in self._each(active, address, amount):
+                data, place = self.view("global", np.asarray([where]), np.uint32)
+                data[place[0]] += more
+
+        return add
 
     def _do_stmatrix(self, opcode: str, parts: list[str]) -> Callable[[Any], None]:
         sources = [self.operand(p.strip()) for p in parts[1].strip("{}").split(",")]
@@ -194,11 +218,20 @@ class GemmMachine(ThinMachine):
 
 
 class MachineGemms(Gemms):
-    """Products whose kernels run on the machine; `change` is done to their PTX first."""
+    """Products whose kernels run on the machine; `change` is done to their PTX first.
 
-    def __init__(self, device: MachineDevice, multiprocessors: int, change: Callable[[str], str] = lambda t: t) -> None:
+    resident: how many blocks run at a time, the next one when one has ended; None for all.
+    """
+
+    def __init__(
+        self,
+        device: MachineDevice,
+        multiprocessors: int,
+        change: Callable[[str], str] = lambda t: t,
+        resident: int | None = None,
+    ) -> None:
         super().__init__("wgmma", (9, 0), multiprocessors)
-        self._held, self._change = device, change
+        self._held, self._change, self._resident = device, change, resident
 
     def _kernel(self, variant: Any) -> Any:
         text = self._change(linked_ptx(source_of(variant, overlap=True), self._shelf.target))
@@ -207,36 +240,36 @@ class MachineGemms(Gemms):
             lambda m: "\n".join(f".reg {m.group(1)} {name};" for name in m.group(2).split(", ")),
             text,
         )
-        return _MachineKernel(text, variant, self._held)
+        return _MachineKernel(text, variant, self._held, self._resident)
 
 
 class _MachineKernel:
     """Stands in for a LoadedKernel."""
 
-    def __init__(self, text: str, variant: Any, device: MachineDevice) -> None:
-        self._program, self._variant, self._device = Program.parse(text), variant, device
+    def __init__(self, text: str, variant: Any, device: MachineDevice, resident: int | None) -> None:
+        self._program, self._variant, self._device, self._resident = Program.parse(text), variant, device, resident
 
     def bind(self, blocks: int, *values: float) -> Callable[[int], None]:
         few = isinstance(self._variant, FewGemm)
         kinds = [kind for _, kind in (few_gemm_variant if few else gemm_variant).ARGUMENTS]
+        resident = self._resident or (blocks if few or self._variant.norm else 1)
 
         def launch(_: int) -> None:
             shape = (
                 self._program, self._device.memory, self._variant.threads, blocks, values, kinds, self._variant.shared
             )  # fmt: skip
-            if not few and not self._variant.norm:
-                # The last first: a block waits for the parts of tiles that later blocks have.
-                machine = GemmMachine(*shape)
-                for block in reversed(range(blocks)):
-                    machine.run(block)
-                return
-            # All wait for each other: by turns, in an order that chance decides.
-            random = np.random.default_rng(blocks)
-            running = [GemmMachine(*shape).turns(block) for block in range(blocks)]
-            while running:
+            # By turns, in an order that chance decides; they begin in their own order, when there is room.
+            random, coming = np.random.default_rng(blocks), iter(range(blocks))
+            running: list[Iterator[None]] = []
+            for _ in range(_MOST_TURNS):
+                while len(running) < resident and (block := next(coming, None)) is not None:
+                    running.append(GemmMachine(*shape).turns(block))
+                if not running:
+                    return
                 turn = running[int(random.integers(len(running)))]
                 if next(turn, turn) is turn:
                     running.remove(turn)
+            raise AssertionError(f"{len(running)} of {blocks} blocks wait for ever")
 
         return launch
 
@@ -254,11 +287,13 @@ def run_on_machine(
     change: Callable[[str], str] = lambda text: text,
     norm: tuple[np.ndarray, float] | None = None,
     launches: int = 1,
+    resident: int | None = None,
 ) -> np.ndarray:
     """float32 [m, outputs] of a product with this cut; f16 operands are x rounded, with a scale of 1.
 
     packed: of one kind, or two of two kinds. norm: weight and eps of an RMS norm of x that the launch does itself,
     whose operands are checked to the bit.
+    resident: blocks that run at a time; None for all behind a norm, else for one.
     """
     device = MachineDevice(32 << 20)
     m = x.shape[0]
@@ -272,7 +307,7 @@ def run_on_machine(
         norms[:m] = np.linalg.norm(operand.astype(np.float32), axis=1)
     rows = HalfRows(device.place(operand), device.place(scale), device.place(norms))
     weights = place_weights(packed if isinstance(packed, tuple) else (packed,), device.place, bias)
-    gemms = MachineGemms(device, multiprocessors, change)
+    gemms = MachineGemms(device, multiprocessors, change, resident)
     product: Any = gemms.product(weights, m, gate=gate, half=half, norm=norm is not None, plan=plan)
     width = -(-weights.outputs // 8) * 8 + 8
     start = np.full((m, width), np.nan, np.float16 if half else np.float32)

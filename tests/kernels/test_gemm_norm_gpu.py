@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
 from frink_numba.cuda.tensor.kernels import TensorKernels
+from frink_numba.kernels.cubins import Source
 from frink_numba.kernels.gemm import DeviceWeights, HalfRows
 from frink_numba.kernels.gemm_pack import PackedMatrix, pack
 from frink_numba.kernels.gemm_variant import FLAG_BYTES
+from frink_numba.kernels.launch import KernelShelf
 from frink_numba.kernels.thin_gemm import NormRows
 from tests.kernels.gemm_device import address, dequantized, filled, relative_error
 from tests.kernels.packed_weights import random_matrix
@@ -35,20 +39,24 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[TensorKernels]:
     made.gemms.close()
 
 
-def both_ways(
+@dataclass
+class Prepared:
+    """A norm and a product, apart or in one launch, with poisoned buffers of their own; `launch` takes a stream."""
+
+    launch: Callable[[int], None]
+    read: Callable[[], list[np.ndarray]]  # result, its powers of two, operands, their scales and norms
+
+
+def prepare(
     kernels: TensorKernels,
     packed: PackedMatrix,
     x: np.ndarray,
     weight: np.ndarray,
+    inside: bool,
     *,
     gate: str = "",
-    launches: int = 1,
     tile: dict[str, Any] | None = None,
-) -> list[list[np.ndarray]]:
-    """[result, its powers of two, operands, their scales and norms] of a norm and a product, then of both in one.
-
-    Each into poisoned memory, the second so often in a row; the workspace's flags are back at zero each time.
-    """
+) -> Prepared:
     from numba import cuda
 
     m, k = x.shape
@@ -56,29 +64,60 @@ def both_ways(
     data, row_scale, source, norm = (cuda.to_device(a) for a in (packed.data, packed.row_scale, x, weight))
     weights = DeviceWeights.of(packed, address(data), address(row_scale))
     rows_to_norm = NormRows(address(source), address(norm), EPS)
-    answers = []
-    for inside in (False, True):
-        product: Any = kernels.gemms.product(weights, m, gate=gate, half=half, norm=inside, **(tile or {}))
-        width = -(-packed.outputs // 8) * 8
-        out, out_scale = _poison((m, width), np.float16 if half else np.float32), _poison(filled(m), np.float32)
-        operand, scale, bound = _poison((m, k), np.float16), *(_poison(filled(m), np.float32) for _ in range(2))
-        rows = HalfRows(address(operand), address(scale), address(bound))
-        pitch = width * out.dtype.itemsize
-        workspace = cuda.to_device(np.zeros(product.workspace, np.uint8))
-        maps = cuda.to_device(np.frombuffer(product.maps(rows, address(out), pitch), np.uint8))
-        places = {"maps": address(maps), "workspace": address(workspace), "out_scale": address(out_scale) * half}
-        bound_rows = rows_to_norm if inside else None
-        launch = product.bind(weights, rows, address(out), pitch, norm=bound_rows, **places)
+    # Cut as the one with the norm is: few rows have kernels of their own otherwise, which sum in another order.
+    product: Any = kernels.gemms.product(weights, m, gate=gate, half=half, norm=True, **(tile or {}))
+    if not inside:
+        product = kernels.gemms.product(weights, m, gate=gate, half=half, plan=product.plan)
+    width = -(-packed.outputs // 8) * 8
+    out, out_scale = _poison((m, width), np.float16 if half else np.float32), _poison(filled(m), np.float32)
+    operand, scale, bound = _poison((m, k), np.float16), *(_poison(filled(m), np.float32) for _ in range(2))
+    rows = HalfRows(address(operand), address(scale), address(bound))
+    pitch = width * out.dtype.itemsize
+    workspace = cuda.to_device(np.zeros(product.workspace, np.uint8))
+    maps = cuda.to_device(np.frombuffer(product.maps(rows, address(out), pitch), np.uint8))
+    places = {"maps": address(maps), "workspace": address(workspace), "out_scale": address(out_scale) * half}
+    bound_rows = rows_to_norm if inside else None
+    launch = product.bind(weights, rows, address(out), pitch, norm=bound_rows, **places)
+    alone = kernels.norm_half(m, k, rows_to_norm.hidden, rows_to_norm.weight, EPS, rows)
+    kept = data, row_scale, source, norm, maps
+
+    def both(stream: int) -> None:
         if not inside:
-            kernels.norm_half(m, k, rows_to_norm.hidden, rows_to_norm.weight, EPS, rows)(0)
-        for _ in range(launches if inside else 1):
-            launch(0)
-        cuda.synchronize()
+            alone(stream)
+        launch(stream)
+
+    def read() -> list[np.ndarray]:
+        assert kept
         assert not workspace.copy_to_host()[:FLAG_BYTES].any(), "the workspace's flags are not back at zero"
         powers = out_scale.copy_to_host()[:m] if half else np.ones(m, np.float32)
         made = (out.copy_to_host()[:, : packed.outputs], powers, operand.copy_to_host())
-        answers.append([*made, scale.copy_to_host()[:m], bound.copy_to_host()[:m]])
+        return [*made, scale.copy_to_host()[:m], bound.copy_to_host()[:m]]
+
+    cuda.synchronize()
+    return Prepared(both, read)
+
+
+def both_ways(
+    kernels: TensorKernels, packed: PackedMatrix, x: np.ndarray, weight: np.ndarray, *, launches: int = 1, **how: Any
+) -> list[list[np.ndarray]]:
+    """What is read of a norm and a product, then of both in one, the second so often in a row."""
+    from numba import cuda
+
+    answers = []
+    for inside in (False, True):
+        made = prepare(kernels, packed, x, weight, inside, **how)
+        for _ in range(launches if inside else 1):
+            made.launch(0)
+        cuda.synchronize()
+        answers.append(made.read())
     return answers
+
+
+def same(apart: list[np.ndarray], inside: list[np.ndarray]) -> None:
+    names = ("result", "powers", "operands", "scales", "norms")
+    for name, one, other in zip(names, apart, inside, strict=True):
+        bits = (a.view(f"u{a.itemsize}") for a in (one, other))
+        assert np.array_equal(*bits), f"{name} differ, first at {np.argwhere(one != other)[:3].tolist()}"
 
 
 def _poison(shape: Any, kind: Any) -> Any:
@@ -93,10 +132,7 @@ def check(kernels: TensorKernels, kind: str, m: int, n: int, k: int, **how: Any)
     gated = bool(how.get("gate"))
     matrices = [random_matrix(kind, n, k, rng) for _ in range(1 + gated)]
     apart, inside = both_ways(kernels, pack(matrices, gated=gated), x, weight, **how)
-    names = ("result", "powers", "operands", "scales", "norms")
-    for name, one, other in zip(names, apart, inside, strict=True):
-        bits = (a.view(f"u{a.itemsize}") for a in (one, other))
-        assert np.array_equal(*bits), f"{name} differ, first at {np.argwhere(one != other)[:3].tolist()}"
+    same(apart, inside)
     got = inside[0].astype(np.float64) * inside[1][:, None]
     reference, *up = (normed(x, weight) @ dequantized([matrix]).T for matrix in matrices)
     if up:
@@ -136,6 +172,91 @@ def test_many_launches_in_a_row(kernels: TensorKernels) -> None:
     """One behind the other, each begun before the one before has ended: all meet, and leave the same."""
     check(kernels, "Q4_K", 200, 1024, 1024, launches=200)
     check(kernels, "Q4_0", 512, 3072, 576, gate="swiglu", launches=200)
+
+
+# (kind, m, n, k, more): whole tiles on all multiprocessors, tiles cut along K, blocks that share one, clusters.
+CROWDED = [
+    ("Q4_K", 512, 5120, 1024, {}),
+    ("Q4_K", 300, 2048, 4096, {}),
+    ("Q8_0", 600, 960, 576, {}),
+    ("Q4_0", 1024, 3072, 576, {"gate": "swiglu"}),
+    ("Q6_K", 1024, 5120, 1024, {"tile": {"groups": 2, "tokens": 256, "cluster": 2}}),
+]
+
+
+def crowd(kernels: TensorKernels, case: tuple[str, int, int, int, dict[str, Any]]) -> list[Prepared]:
+    """A case's norm and product apart, then twice in one launch."""
+    kind, m, n, k, how = case
+    rng = np.random.default_rng(m + n)
+    x, weight = drawn(m, k, rng)
+    packed = pack([random_matrix(kind, n, k, rng) for _ in range(1 + ("gate" in how))], gated="gate" in how)
+    return [prepare(kernels, packed, x, weight, inside, **how) for inside in (False, True, True)]
+
+
+@pytest.mark.parametrize("case", CROWDED, ids=lambda case: f"{case[0]}-{case[1]}-{case[2]}-{case[3]}")
+def test_two_streams_at_once(kernels: TensorKernels, case: Any) -> None:
+    """Issue 6: grids as large as the device, of which each has got a part of it; nobody waits for ever."""
+    from numba import cuda
+
+    apart, *pair = crowd(kernels, case)
+    apart.launch(0)
+    cuda.synchronize()
+    streams = [cuda.stream() for _ in pair]
+    for _ in range(150):
+        for made, stream in zip(pair, streams, strict=True):
+            made.launch(int(stream.handle))
+    cuda.synchronize()
+    for made in pair:
+        same(apart.read(), made.read())
+
+
+@pytest.mark.parametrize("left", [1, 5, 40])
+@pytest.mark.parametrize("case", CROWDED, ids=lambda case: f"{case[0]}-{case[1]}-{case[2]}-{case[3]}")
+def test_where_a_part_of_the_grid_has_room(kernels: TensorKernels, case: Any, left: int) -> None:
+    """Issue 6: another kernel holds all multiprocessors but a few, until the products have ended."""
+    from numba import cuda
+
+    if case[4].get("tile", {}).get("cluster", 1) > 1 and left < 40:
+        pytest.skip("a cluster takes neighbours, which the few that are left may not be")
+    apart, made, _ = crowd(kernels, case)
+    apart.launch(0)
+    let_go = cuda.to_device(np.zeros(1, np.uint32))
+    shelf = KernelShelf((9, 0), "wgmma")
+    kernel = shelf.kernel(
+        Source("holds its multiprocessor", holding, 32), [("let_go", "u64"), ("most", "u64")], 200 << 10
+    )
+    cuda.synchronize()
+    holder, stream, third = (cuda.stream() for _ in range(3))
+    ended = cuda.event(timing=False)
+    kernel.bind(kernels.gemms.multiprocessors - left, address(let_go), 2_000_000_000)(int(holder.handle))
+    ended.record(holder)
+    time.sleep(0.002)
+    for _ in range(3):
+        made.launch(int(stream.handle))
+    stream.synchronize()
+    alone = ended.query()
+    let_go.copy_to_device(np.ones(1, np.uint32), stream=third)
+    cuda.synchronize()
+    shelf.close()
+    assert not alone, "the multiprocessors were free before the products ended"
+    same(apart.read(), made.read())
+
+
+def holding() -> tuple[Any, Any]:
+    """The kernel that lasts until a number is not zero, or for so many nanoseconds at most; and its signature."""
+    from numba import types
+
+    from frink_numba.kernels.instructions import load_acquire
+    from frink_numba.kernels.ptx import instruction
+
+    clock = instruction("mov.u64 $0, %globaltimer;", "u64")
+
+    def hold(let_go, most):  # type: ignore[no-untyped-def]
+        end = clock() + most
+        while load_acquire(let_go) == 0 and clock() < end:
+            pass
+
+    return hold, types.void(types.uint64, types.uint64)
 
 
 def test_zeros_and_what_is_no_number(kernels: TensorKernels) -> None:

@@ -294,7 +294,7 @@ class GroupProgram(Launches):
         kernels, gathered = self._kernels, self._at["gathered"]
         wanted = self._address(self._wanted) + 4 * head.first
         self._add("gather", kernels.gather_rows(rows, width, self.hidden, wanted, gathered))
-        x = self._normed("output norm", gathered, width, edges.norm, edges.layer.norm_eps, rows)
+        x = self._normed("output norm", "head", gathered, width, edges.norm, edges.layer.norm_eps, rows)
         self._add("head", self._product(edges.output, x, self.logits, 4 * edges.output.rows, stage="head", m=rows))
         tokens, vocabulary = self._address(self._targets) + 4 * head.first, edges.output.rows
         if self.shape.make == "tokens":

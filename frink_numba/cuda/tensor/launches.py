@@ -1,6 +1,6 @@
 """The launches of a layer, and the places in a run's scratch that they work on: what all programs are made from.
 
-Eight launches a layer:
+Eight launches a layer, of which the second norm is part of the product behind it on the `wgmma` tier, so seven there:
 
     norm -> qkv product -> QK norm, rotation, mirror -> attention -> o product, added to hidden
     norm -> gate and up product with the activation  ->  down product, added to hidden
@@ -8,8 +8,9 @@ Eight launches a layer:
 More where matrices are of mixed kinds: Q, K and V of two kinds are one product on the `wgmma` tier and two elsewhere;
 gate and up of two kinds are two products, and the activation is a launch of its own.
 
-With NORMS_INSIDE two less on the `wgmma` tier: the products behind norms do them, unless rows are very wide. Up to
-THIN_ROWS rows, five: the products norm their operands themselves, and attention does what comes before it.
+Products of NORMS_INSIDE do the norm in front of them themselves, one launch less each, on the `wgmma` tier from 65 rows
+on, unless rows are very wide. Up to THIN_ROWS rows, five: the products norm their operands themselves, and attention
+does what comes before it.
 
 Nothing that changes from step to step is an argument of a launch: positions and the mirrors' lengths are read from
 device memory, where the step's image lies.
@@ -30,6 +31,7 @@ from frink_numba.cuda.tensor.weights import TensorLayer, qk_norm_form
 from frink_numba.errors import DeviceError
 from frink_numba.kernels import decode_attention
 from frink_numba.kernels.decode_attention import DecodeShape
+from frink_numba.kernels.few_gemm_plan import MOST_ROWS
 from frink_numba.kernels.fused_attention import HeadShape, RopeForm
 from frink_numba.kernels.gemm import DeviceWeights, HalfRows, MixedWeights, why_no_norm
 from frink_numba.kernels.gemm_variant import FLAG_BYTES
@@ -38,7 +40,10 @@ from frink_numba.layer import RopeLayout
 
 Launch = Callable[[int], None]
 
-NORMS_INSIDE = False  # right on an H200, but no faster: docs/kernels/gemm.md
+# The stages, of qkv and gate_up, that do the norms in front: where that costs no shape 1 % (docs/kernels/gemm.md).
+NORMS_INSIDE = frozenset({"gate_up"})
+
+_TICKETS = 128  # bytes of the counters
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +175,8 @@ class Launches:
     def _layer_rows(self, layer: TensorLayer, record: int, rows: int) -> None:
         """Append the launches up to the one that makes K/V rows."""
         at, m, shape = self._at, self._m, layer.shape
-        x = self._normed("norm", self.hidden, shape.hidden, layer.vectors.get("attn_norm"), layer.layer.norm_eps, m)
+        weight, eps = layer.vectors.get("attn_norm"), layer.layer.norm_eps
+        x = self._normed("norm", "qkv", self.hidden, shape.hidden, weight, eps, m)
         width = shape.query_width + 2 * shape.kv_width
         for weights, column in self._qkv(layer):
             self._add("qkv", self._product(weights, x, at["qkv"] + 4 * column, 4 * width, stage="qkv"))
@@ -198,7 +204,7 @@ class Launches:
         attended = replace(attended, half=attended.half + 2 * shape.query_width * first)
         self._into_hidden("o", layer.o, attended, hidden, vectors.get("post_attn_norm"), shape, eps, m)
 
-        x = self._normed("ffn norm", hidden, shape.hidden, vectors.get("ffn_norm"), eps, m)
+        x = self._normed("ffn norm", "gate_up", hidden, shape.hidden, vectors.get("ffn_norm"), eps, m)
         gate = GATES[layer.layer.ffn.activation]
         if len(layer.gate_up) == 1:
             product = self._product(
@@ -216,9 +222,12 @@ class Launches:
         self._made.append(Op(name, self._number, launch))
 
     def _normed(
-        self, op: str, hidden: int, width: int, weight: int | None, eps: float, m: int
+        self, op: str, stage: str, hidden: int, width: int, weight: int | None, eps: float, m: int
     ) -> HalfRows | NormRows | RowsToNorm:
-        """`m` hidden rows, normed where there is a weight, as an operand: most products norm them on the way in."""
+        """`m` hidden rows, normed where there is a weight, as an operand of the products of `stage`.
+
+        Products of few rows norm them on the way in, and others where NORMS_INSIDE says so.
+        """
         if weight is None:
             plain = self._operand("normed")
             self._add(op, self._kernels.gemms.half_rows(hidden, m, width, plain))
@@ -226,14 +235,15 @@ class Launches:
         if m <= self._few and width <= MOST_NORM_COLUMNS:
             return NormRows(hidden, weight, eps)
         normed = self._operand("normed")
-        if self._norms_inside(width):
+        if stage in NORMS_INSIDE and self._norms_inside(width, m):
             return RowsToNorm(NormRows(hidden, weight, eps), normed)
         self._add(op, self._kernels.norm_half(m, width, hidden, weight, eps, normed))
         return normed
 
-    def _norms_inside(self, width: int) -> bool:
-        """Whether products of many rows norm them in their own launch."""
-        return NORMS_INSIDE and why_no_norm(self._kernels.gemms.tier, width) is None
+    def _norms_inside(self, width: int, m: int) -> bool:
+        """Whether products norm so many rows; not where the kernels of a step must not depend on their number."""
+        kernels = self._kernels
+        return not kernels.invariant and m > MOST_ROWS and why_no_norm(kernels.gemms.tier, width) is None
 
     def _rotation(self, layer: TensorLayer) -> tuple[int, int]:
         """Cosines and sines; zeros for a layer that is not rotated."""
@@ -377,7 +387,7 @@ class Launches:
         room = FLAG_BYTES + self._sums.get(stage, 0)
         how: dict[str, Any] = {"add": add, "out_scale": out_scale}
         if isinstance(x, RowsToNorm):
-            how["norm"], x = x.source, x.operand
+            how["norm"], how["tickets"], x = x.source, self._at["counters"], x.operand
         product = kernels.gemms.product(weights, m, gate=gate, half=half, norm="norm" in how, room=room)
         maps = self._map_address(product.maps(x, out, pitch))
         workspace = self._room(stage, min(FLAG_BYTES, product.workspace), product.workspace)
@@ -388,10 +398,11 @@ class Launches:
         """Where a workspace of `nbytes` lies that begins with `counters` bytes of counters.
 
         All lie over each other: the counters, which every launch leaves at zero, before one place, sums from there on.
+        The first line of counters is left to products with norms, which take tickets before their predecessors end.
         """
         if not nbytes:
             return 0
-        if counters > COUNTERS or nbytes - counters > self._sums.get(stage, 0):
+        if counters > COUNTERS - _TICKETS or nbytes - counters > self._sums.get(stage, 0):
             raise DeviceError(f"a launch wants a workspace of {nbytes} bytes, {counters} of them for counters")
         return self._at["counters"] + COUNTERS - counters
 

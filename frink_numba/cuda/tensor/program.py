@@ -244,6 +244,6 @@ class Program(Launches):
         """Final norm and output matrix over rows of the hidden batch, of which the first `skipped` are not wanted."""
         self._made, rows, width = head.launches, head.last - head.first or 1, edges.output.cols
         hidden = self.hidden + 4 * width * (skipped + head.first)
-        x = self._normed("output norm", hidden, width, edges.norm, edges.layer.norm_eps, rows)
+        x = self._normed("output norm", "head", hidden, width, edges.norm, edges.layer.norm_eps, rows)
         product = self._product(edges.output, x, self.logits, 4 * edges.output.rows, stage="head", m=rows)
         self._add("head", product)
