@@ -34,12 +34,22 @@ from dataclasses import dataclass
 from frink_numba.errors import ShapeError
 from frink_numba.kernels import decode_attention_kernel
 from frink_numba.kernels.cubins import Source
-from frink_numba.kernels.decode_attention_variant import ARGUMENTS, LEAST_KEYS, MOST_PARTS, STEP, THREADS, DecodeKernel
+from frink_numba.kernels.decode_attention_variant import (
+    ARGUMENTS,
+    LEAST_KEYS,
+    MOST_PARTS,
+    PART_STEP,
+    STEP,
+    THREADS,
+    WHOLE_KEYS,
+    DecodeKernel,
+)
 from frink_numba.kernels.launch import KernelShelf, Launch, LoadedKernel
 from frink_numba.kernels.thin_gemm_plan import ThinDevice
 from frink_numba.layer import RopeLayout
 
 MOST_ROWS = 8  # query rows of a sequence
+_LEAST_SPREAD = 0.75  # of the multiprocessors
 _LOG2E = math.log2(math.e)
 
 
@@ -107,7 +117,10 @@ class DecodeAttentions:
         cut = parts or self._parts(shape, sequences)
         if not 1 <= cut <= MOST_PARTS:
             raise ShapeError(f"keys are cut into 1 to {MOST_PARTS} parts, not {cut}")
-        return DecodeAttention(shape, sequences, tiles, cut, variant, self._kernel(variant))
+        blocks = cut * tiles * shape.n_kv_heads * sequences
+        spread = _halves(variant) and blocks <= self.multiprocessors
+        blocks = self.multiprocessors if spread else blocks
+        return DecodeAttention(shape, sequences, tiles, cut, blocks, spread, variant, self._kernel(variant))
 
     def alike(self, shape: DecodeShape, start: int, rows: int) -> int:
         """How many of the rows of one sequence from `start` on get the very bits that launches of their own would give.
@@ -120,7 +133,10 @@ class DecodeAttentions:
         """As many as one row of each sequence would have: the cut of the keys must not depend on the rows."""
         variant = variant_of(shape, 1, self._shelf.overlap, self._shared)
         tasks = -(-shape.group // variant.queries) * shape.n_kv_heads * sequences
-        return max(1, min(MOST_PARTS, 2 * self.multiprocessors // tasks))
+        one, two = (max(1, min(MOST_PARTS, blocks * self.multiprocessors // tasks)) for blocks in (1, 2))
+        # One block on nearly every multiprocessor, or two: long contexts need most of them.
+        few = one < two and one * tasks < _LEAST_SPREAD * self.multiprocessors
+        return two if few or not _halves(variant) else one
 
     def _kernel(self, variant: DecodeKernel) -> LoadedKernel:
         source, arguments = source_of(variant), ARGUMENTS
@@ -129,6 +145,11 @@ class DecodeAttentions:
     def close(self) -> None:
         """Unload the kernels; their launches must not run any more."""
         self._shelf.close()
+
+
+def _halves(variant: DecodeKernel) -> bool:
+    """Whether a block takes half of a multiprocessor, beside one of the launch before and then of the one behind."""
+    return variant.overlap and variant.resident == 2
 
 
 def cut_alike(window: int, parts: int, start: int, rows: int) -> int:
@@ -144,8 +165,9 @@ def _cut(window: int, parts: int, position: int) -> tuple[int, int, int]:
     """Where the keys of a row begin to be read, and into how many parts of what length the kernel cuts them."""
     begin = (position + 1 - window) & -STEP if 0 < window < position + 1 else 0
     span = position + 1 - begin
-    length = max(LEAST_KEYS, -(-span // (parts * STEP)) * STEP)
-    return begin, -(-span // length), length
+    length = WHOLE_KEYS if span <= WHOLE_KEYS else max(LEAST_KEYS, -(-span // (parts * PART_STEP)) * PART_STEP)
+    cut = -(-span // length)
+    return begin, cut, length if cut > 1 else 0
 
 
 def variant_of(shape: DecodeShape, most_rows: int, overlap: bool, block_shared: int) -> DecodeKernel:
@@ -167,19 +189,30 @@ def source_of(variant: DecodeKernel) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class DecodeAttention:
-    """One attention's kernel and cut: `tiles` of queries for each K/V head, keys in at most `parts`."""
+    """One attention's kernel and cut: `tiles` of queries for each K/V head, keys in at most `parts`.
+
+    spread: it has one block a multiprocessor, which takes half of it at most; blocks without work stay until all before
+    has ended. The launch behind finds equally much room everywhere, and may start early.
+    """
 
     shape: DecodeShape
     sequences: int
     tiles: int
     parts: int
+    blocks: int
+    spread: bool
     variant: DecodeKernel
     kernel: LoadedKernel
 
     @property
+    def tasks(self) -> int:
+        """Groups of blocks whose sums meet."""
+        return self.sequences * self.shape.n_kv_heads * self.tiles
+
+    @property
     def _places(self) -> tuple[int, int, int]:
         """Where sums and states begin in the workspace, and its end."""
-        tasks = self.sequences * self.shape.n_kv_heads * self.tiles
+        tasks = self.tasks
         sums = -(-4 * tasks // 256) * 256
         states = sums + tasks * self.parts * self.variant.queries * self.shape.head_dim * 4
         return sums, states, states + tasks * self.parts * self.variant.queries * 8
@@ -228,6 +261,6 @@ class DecodeAttention:
         scale, cap = (scale / shape.softcap, shape.softcap * _LOG2E) if shape.softcap > 0 else (scale * _LOG2E, 0.0)
         sums, states, _ = self._places
         addresses = (qkv, out, table, workspace, cos, sin, q_norm, k_norm, sinks, k_rows, v_rows)
-        sizes = (shape.n_heads, shape.n_kv_heads, self.parts, self.tiles, shape.window, sums, states)
-        blocks = self.parts * self.tiles * shape.n_kv_heads * self.sequences
-        return self.kernel.bind(blocks, *addresses, eps, scale, cap, 1 / k_scale, 1 / v_scale, *sizes)
+        cut = (self.parts, self.tiles, shape.window, sums, states, self.tasks)
+        sizes = (shape.n_heads, shape.n_kv_heads, *cut)
+        return self.kernel.bind(self.blocks, *addresses, eps, scale, cap, 1 / k_scale, 1 / v_scale, *sizes)

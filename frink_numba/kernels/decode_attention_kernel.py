@@ -4,7 +4,13 @@ A block serves 8 or 16 queries of one K/V head of one sequence (query i of a hea
 over one part of the keys. Its warps first make q in shared memory and those new rows of the mirrors that lie in the
 block's part; then each warp walks through 16 keys at a time, with its own running softmax. The warps' sums meet in
 shared memory. With more than one part, the sums go to the workspace, and the last block to arrive adds them up in the
-parts' order. How many parts there are follows from the length, which the device reads: blocks without a part end.
+parts' order. How many parts there are follows from the length, which the device reads: blocks without a part end. They
+wait for all launches before to end first, so that blocks of the launch behind come where those of the one before were,
+one on each multiprocessor.
+
+Keys of earlier steps depend on nothing in this one. A block asks for the first of them before its wait, so that they
+are in the L2 cache when q is there, and in the loop for those of the next turn. The record of the table is read before
+the wait too: it was complete when the step began.
 """
 
 from __future__ import annotations
@@ -16,9 +22,11 @@ from frink_numba.kernels.decode_attention_variant import (
     ARGUMENTS,
     LEAST_KEYS,
     MOST_PARTS,
+    PART_STEP,
     STEP,
     THREADS,
     WARPS,
+    WHOLE_KEYS,
     DecodeKernel,
     q_row_bytes,
 )
@@ -30,6 +38,7 @@ def build(variant: DecodeKernel) -> tuple[Any, Any]:
     from numba import cuda, types
 
     from frink_numba.kernels.decode_attention_ops import (
+        PARTS_TOGETHER,
         add_parts,
         attend,
         meet_ops,
@@ -68,8 +77,20 @@ def build(variant: DecodeKernel) -> tuple[Any, Any]:
     larger = instruction("max.f32 $0, $1, $2;", "f32", "f32", "f32", pure=True)
     none = instruction("mov.b32 $0, 0xff800000;", "f32", pure=True)
     exchange = instruction("shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "f32", "f32", "u32")
-    prefetch = instruction("prefetch.global.L2 [$0];", None, "u64")
     u32, u64, f32 = types.uint32, types.uint64, types.float32
+
+    @emitted(None, "u64", "u64", "u64", "u32", "u32", "u32")
+    def bring(
+        e: Emitter, k: Register, v: Register, pitch: Register, key: Register, end: Register, lane: Register
+    ) -> None:
+        """A warp asks for its 16 keys from `key` on, as far as `end`: half a row a lane, lines of 128 bytes."""
+        mine = key + (lane >> 1)
+        inside = e.builder.icmp_unsigned("<", mine.value, end.value)
+        with e.builder.if_then(inside):
+            offset = e.widen(mine) * pitch + e.widen(lane & 1) * D
+            for base in (k, v):
+                for line in range(0, D, 128):
+                    e.asm("prefetch.global.L2 [$0];", None, [base + offset + line])
 
     @emitted(f"f32x{4 * TILES}", "f32")
     def no_state(e: Emitter, least: Register) -> list[Register]:
@@ -106,11 +127,10 @@ def build(variant: DecodeKernel) -> tuple[Any, Any]:
 
     def decode_attention(
         qkv, out, table, workspace, cos, sin, q_norm, k_norm, sinks, k_rows, v_rows, eps, scale, cap, k_factor,
-        v_factor, n_heads, n_kv_heads, parts, tiles, window, sums_at, states_at,
+        v_factor, n_heads, n_kv_heads, parts, tiles, window, sums_at, states_at, tasks,
     ):  # fmt: skip
         if OVERLAP:
             launch_dependents()
-            wait_for_predecessors()
         shared = cuda.shared.array(0, types.uint8, alignment=128)
         base = shared_address(shared)
         thread = u32(cuda.threadIdx.x)
@@ -121,6 +141,10 @@ def build(variant: DecodeKernel) -> tuple[Any, Any]:
         block = u32(cuda.blockIdx.x)
         task = u32(block // parts)  # of those whose parts meet
         part = u32(block - task * parts)
+        if task >= tasks:
+            if OVERLAP:
+                wait_for_predecessors()
+            return
         head_task = u32(task // tiles)
         tile = u32(task - head_task * tiles)
         sequence = u32(head_task // n_kv_heads)
@@ -133,6 +157,8 @@ def build(variant: DecodeKernel) -> tuple[Any, Any]:
         first_query = u32(tile * u32(QUERIES))
         count = u32(rows * group)
         if first_query >= count:
+            if OVERLAP:
+                wait_for_predecessors()
             return
         count = u32(min(u32(count - first_query), u32(QUERIES)))
         low_row = u32(first_query // group)
@@ -142,10 +168,14 @@ def build(variant: DecodeKernel) -> tuple[Any, Any]:
         if window > 0 and u32(start + low_row + u32(1)) > window:
             begin = u32(u32(start + low_row + u32(1) - window) & u32(0xFFFFFFFF ^ (STEP - 1)))
         span = u32(keys - begin)
-        per = u32(u32(u32(span + parts - u32(1)) // parts + u32(STEP - 1)) & u32(0xFFFFFFFF ^ (STEP - 1)))
+        per = u32(u32(u32(span + parts - u32(1)) // parts + u32(PART_STEP - 1)) & u32(0xFFFFFFFF ^ (PART_STEP - 1)))
         per = u32(max(per, u32(LEAST_KEYS)))
+        if span <= u32(WHOLE_KEYS):
+            per = u32(WHOLE_KEYS)
         active = u32(u32(span + per - u32(1)) // per)
         if part >= active:
+            if OVERLAP:
+                wait_for_predecessors()
             return
         first_key = u32(begin + part * per)
         end_key = u32(min(u32(first_key + per), keys))
@@ -153,12 +183,10 @@ def build(variant: DecodeKernel) -> tuple[Any, Any]:
         row_pitch = u64(n_kv_heads) * u64(2 * D)
         k_base = load_address(entry + u64(16)) + u64(kv_head) * u64(2 * D)
         v_base = load_address(entry + u64(24)) + u64(kv_head) * u64(2 * D)
-        mine = u32(first_key + warp * u32(16) + u32(lane >> u32(1)))
-        if mine < end_key:
-            # The first rows come closer while q is made.
-            offset = u64(mine) * row_pitch + u64(lane & u32(1)) * u64(D)
-            prefetch(k_base + offset)
-            prefetch(v_base + offset)
+        key = u32(first_key + warp * u32(16))
+        bring(k_base, v_base, row_pitch, key, end_key, lane)
+        if OVERLAP:
+            wait_for_predecessors()
 
         # q of each query, then the new rows of K and V among the part's keys.
         new_from = u32(0)
@@ -202,10 +230,10 @@ def build(variant: DecodeKernel) -> tuple[Any, Any]:
         sums = no_sums()
         state = no_state(none())
         top_key = u32(keys - u32(1))
-        key = u32(first_key + warp * u32(16))
         k_lane = k_base + u64(t << u32(4))
         v_lane = v_base + u64(g << u32(4))
         while key < end_key:
+            bring(k_base, v_base, row_pitch, u32(key + u32(STEP)), end_key, lane)
             two = u32(key + (t << u32(1)))
             both = step(
                 sums, state, k_lane + u64(min(u32(key + g), top_key)) * row_pitch,
@@ -291,7 +319,7 @@ def build(variant: DecodeKernel) -> tuple[Any, Any]:
             head = u32(kv_head * group + index - r * group)
             added = nothing4()
             source = task_sums + u64(query * u32(D) + (quad << u32(2))) * u64(4)
-            for first in range(u32(0), active, u32(8)):
+            for first in range(u32(0), active, u32(PARTS_TOGETHER)):
                 added = add_parts(
                     added, source, u32(QUERIES * 4 * D), u32(first), active, u32(factors + query * u32(4 * MOST_PARTS))
                 )

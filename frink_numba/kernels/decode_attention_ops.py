@@ -22,6 +22,7 @@ from frink_numba.layer import RopeLayout
 LOAD4 = "ld.global.cg.v4.u32 {$0,$1,$2,$3}, [$4];"
 LOAD2 = "ld.global.cg.v2.u32 {$0,$1}, [$2];"
 MMA = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$0,$1,$2,$3};"
+PARTS_TOGETHER = 16  # whose sums are on their way to the block that adds them
 NONE = 0xFF800000  # minus infinity
 
 
@@ -416,10 +417,10 @@ def add_parts(
     count: Register,
     factors: Register,
 ) -> list[Register]:
-    """Eight parts from `first` on, as far as `count` goes: part s times the float32 at factors + 4 s, shared memory."""
+    """Sixteen parts from `first` on, as far as `count` goes: part s times the float32 at factors + 4 s (shared)."""
     out = list(sums)
     loaded = []
-    for i in range(8):
+    for i in range(PARTS_TOGETHER):
         inside = _flag(e, e.builder.icmp_unsigned("<", (first + i).value, count.value))
         part = e.asm(
             "{\n.reg .pred p;\n.reg .f32 a, b, c, d;\nsetp.ne.u32 p, $5, 0;\nmov.f32 a, 0f00000000;\n"

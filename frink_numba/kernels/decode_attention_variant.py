@@ -10,7 +10,9 @@ WARPS = 8
 THREADS = 32 * WARPS
 MOST_PARTS = 32  # one lane a part
 STEP = 16 * WARPS  # keys of a block at a time
-LEAST_KEYS = 2 * STEP  # of a part, where there are more
+WHOLE_KEYS = 2 * STEP  # are not cut
+LEAST_KEYS = STEP  # of a part, where there are several
+PART_STEP = 32  # keys by which parts grow
 
 ARGUMENTS = (
     # name, type
@@ -37,6 +39,7 @@ ARGUMENTS = (
     ("window", "u32"),  # 0: everything
     ("sums_at", "u32"),  # in the workspace
     ("states_at", "u32"),
+    ("tasks", "u32"),  # of which each has its keys cut into `parts`; blocks behind them all have no work
 )
 
 

@@ -14,6 +14,7 @@ from frink_numba.errors import BackendUnavailable, DeviceError
 from frink_numba.kernels.cubins import Cubin, Source, Target
 from frink_numba.kernels.cubins import load as load_cubin
 
+_ALL_SHARED = 100  # per cent of what can be shared memory
 _C_TYPES: dict[str, Any] = {"u32": ctypes.c_uint32, "u64": ctypes.c_uint64, "f32": ctypes.c_float}
 
 
@@ -101,11 +102,18 @@ class LoadedKernel:
         self.threads, self.shared, self.cluster, self.overlap = threads, shared, cluster, overlap
         self._module = check(driver.cuModuleLoadData(cubin.code), f"loading {cubin.entry[:60]}")
         self.function = check(driver.cuModuleGetFunction(self._module, cubin.entry.encode()), "finding the kernel")
+        attributes = driver.CUfunction_attribute
         if shared > 48 * 1024:
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            check(
-                driver.cuFuncSetAttribute(self.function, attribute, shared), f"allowing {shared} bytes of shared memory"
-            )
+            self._set(attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+        if overlap:
+            # A multiprocessor divides its memory into cache and shared memory anew only when it is empty. A launch that
+            # wants little would keep the next one, which wants much, from starting beside it.
+            self._set(attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, _ALL_SHARED)
+
+    def _set(self, attribute: Any, value: int) -> None:
+        from cuda.bindings import driver
+
+        check(driver.cuFuncSetAttribute(self.function, attribute, value), f"setting {attribute.name} to {value}")
 
     def bind(self, blocks: int, *values: float) -> Launch:
         """A launch of `blocks` blocks with these argument values."""

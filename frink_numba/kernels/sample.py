@@ -54,8 +54,10 @@ class Samplers:
         """
         if weights.gated or m < 1:
             raise ShapeError(f"an embedding is a plain pack and a launch has at least one row, got {m}")
-        source = sample_kernels.embed_source(weights.kind, self._shelf.overlap)
-        kernel = self._kernel(source, sample_kernels.EMBED_ARGUMENTS)
+        # A step begins here. Nothing of it may start before the step in front has ended: launches behind this one read
+        # what a choice leaves (positions, records) ahead of their own wait.
+        source = sample_kernels.embed_source(weights.kind, overlap=False)
+        kernel = self._shelf.kernel(source, sample_kernels.EMBED_ARGUMENTS)
         return kernel.bind(m, ids, weights.data, weights.row_scale, hidden, scale, weights.rows, weights.cols)
 
     def argmax(

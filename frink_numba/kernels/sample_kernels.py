@@ -13,6 +13,7 @@ from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS
 EMBED_THREADS = 128
 ARGMAX_THREADS = 256
 ARGMAX_BLOCKS = 64  # of a row of logits
+_TOGETHER = 8  # logits that a thread has on their way
 
 EMBED_ARGUMENTS = (
     # name, type
@@ -180,6 +181,19 @@ def build_embed(name: str, overlap: bool) -> tuple[Any, Any]:
     return embed, types.void(*(numba_type(spec) for _, spec in EMBED_ARGUMENTS))
 
 
+def _key_of(e: Any, logit: Any, index: Any) -> Any:
+    """The logit's bits in the order of its values above, the index from the end below."""
+    from frink_numba.kernels.ptx import Register
+
+    b = e.builder
+    bits = e.float_bits(logit + 0.0)  # -0 becomes 0
+    sign = Register(e, "u32", b.ashr(bits.value, e.constant("u32", 31).value))
+    ordered = bits ^ (sign | 0x80000000)
+    not_number = b.fcmp_unordered("uno", logit.value, logit.value)
+    ordered = Register(e, "u32", b.select(not_number, e.constant("u32", 0xFFFFFFFF).value, ordered.value))
+    return (e.widen(ordered) << 32) | e.widen(e.constant("u32", 0xFFFFFFFF) - index)
+
+
 @functools.cache
 def build_argmax(overlap: bool) -> tuple[Any, Any]:
     """ids[i] = the first index of row i's largest logit; a not-a-number counts as the largest, as in NumPy.
@@ -189,7 +203,7 @@ def build_argmax(overlap: bool) -> tuple[Any, Any]:
     """
     from numba import cuda, types
 
-    from frink_numba.kernels.instructions import launch_dependents, load_float, wait_for_predecessors
+    from frink_numba.kernels.instructions import launch_dependents, wait_for_predecessors
     from frink_numba.kernels.ptx import Emitter, Register, emitted, instruction, numba_type, shared_address
 
     raise_to = instruction("red.relaxed.gpu.global.max.u64 [$0], $1;", None, "u64", "u64")
@@ -213,16 +227,15 @@ def build_argmax(overlap: bool) -> tuple[Any, Any]:
     WARPS = ARGMAX_THREADS // 32
     NOT_NUMBER = np.uint64(0xFFFFFFFF << 32)
 
-    @emitted("u64", "f32", "u32")
-    def key_of(e: Emitter, logit: Register, index: Register) -> Register:
-        """The logit's bits in the order of its values above, the index from the end below."""
-        b = e.builder
-        bits = e.float_bits(logit + 0.0)  # -0 becomes 0
-        sign = Register(e, "u32", b.ashr(bits.value, e.constant("u32", 31).value))
-        ordered = bits ^ (sign | 0x80000000)
-        not_number = b.fcmp_unordered("uno", logit.value, logit.value)
-        ordered = Register(e, "u32", b.select(not_number, e.constant("u32", 0xFFFFFFFF).value, ordered.value))
-        return (e.widen(ordered) << 32) | e.widen(e.constant("u32", 0xFFFFFFFF) - index)
+    @emitted("u64", "u64", "u32", "u32", "u64")
+    def best_of(e: Emitter, source: Register, first: Register, count: Register, best: Register) -> Register:
+        """The best of `best` and the keys of this thread's next logits; beyond the end the last one comes again."""
+        indices = [first + ARGMAX_BLOCKS * ARGMAX_THREADS * i for i in range(_TOGETHER)]
+        indices = [e.asm("min.u32 $0, $1, $2;", "u32", [index, count - 1], pure=True) for index in indices]
+        logits = [e.asm("ld.global.f32 $0, [$1];", "f32", [source + e.widen(index << 2)]) for index in indices]
+        for logit, index in zip(logits, indices, strict=True):
+            best = e.asm("max.u64 $0, $1, $2;", "u64", [best, _key_of(e, logit, index)], pure=True)
+        return best
 
     @emitted("u32", "u64")
     def index_of(e: Emitter, key: Register) -> Register:
@@ -240,8 +253,9 @@ def build_argmax(overlap: bool) -> tuple[Any, Any]:
         part = u32(block - row * u32(ARGMAX_BLOCKS))
         source = logits + u64(row) * u64(pitch) * u64(4)
         best = u64(0)
-        for i in range(u32(part * u32(ARGMAX_THREADS) + thread), count, u32(ARGMAX_BLOCKS * ARGMAX_THREADS)):
-            best = larger(best, key_of(load_float(source + u64(i) * u64(4)), u32(i)))
+        stride = u32(ARGMAX_BLOCKS * ARGMAX_THREADS * _TOGETHER)
+        for i in range(u32(part * u32(ARGMAX_THREADS) + thread), count, stride):
+            best = best_of(source, u32(i), count, best)
         for distance in (16, 8, 4, 2, 1):
             best = larger(best, exchange(best, u32(distance)))
         if thread & u32(31) == 0:

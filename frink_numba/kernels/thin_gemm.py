@@ -20,7 +20,7 @@ thin products must finish its writes before its own end, as kernels do.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from frink_numba.errors import ShapeError
 from frink_numba.kernels import thin_gemm_cluster, thin_gemm_kernel
@@ -29,8 +29,10 @@ from frink_numba.kernels.gemm import DeviceWeights, HalfRows
 from frink_numba.kernels.gemm_epilogue import GATES, Epilogue
 from frink_numba.kernels.launch import KernelShelf, Launch, LoadedKernel
 from frink_numba.kernels.thin_gemm_kernel import MOST_NORM_COLUMNS, THREADS, ThinGemm
+from frink_numba.kernels.thin_gemm_pair import ThinPair, pair_cut, pair_plan, why_no_pair
 from frink_numba.kernels.thin_gemm_plan import MOST_ROWS, MOST_ROWS_ALONE, ThinDevice, ThinPlan, sums_bytes, thin_plan
 
+NO_SECOND = (0,) * 7  # of the arguments that only a pair has
 _LEAST_ALONE = 1 << 22  # weights: about what a launch that starts early gains against a block that shares its place
 
 
@@ -92,6 +94,30 @@ class ThinGemms:
         early = not alone or weights.rows * weights.cols < _LEAST_ALONE
         kernel = self._kernel(variant, variant.shared(m, plan), early)
         return ThinProduct(m, weights.outputs, weights.cols, kernel, variant, plan)
+
+    def pair(self, first: DeviceWeights, second: DeviceWeights, m: int) -> ThinPair | None:
+        """The products of `m` rows (1..16), normed on their way in, with both weights in one launch.
+
+        None where no launch serves both; those of their own have `pair_row_groups` then.
+        """
+        if not 1 <= m <= MOST_ROWS_ALONE:
+            raise ShapeError(f"two products at once have 1 to {MOST_ROWS_ALONE} rows, got {m}")
+        if self.pair_row_groups(first, second) is None:
+            return None
+        plan = pair_plan(first, second, m, self.device)
+        if plan is None:
+            return None
+        variant = variant_of(plan.first, first.kind, first.cols, Epilogue(), True, self._shelf.overlap)
+        variant = replace(variant, other=second.kind, other_slots=plan.second.slots)
+        kernel = self._kernel(variant, variant.shared(m, plan.first), True)
+        kinds, shapes = (first.kind, second.kind), ((first.outputs, first.cols), (second.outputs, second.cols))
+        return ThinPair(m, kinds, shapes, kernel, variant, plan)
+
+    def pair_row_groups(self, first: DeviceWeights, second: DeviceWeights) -> int | None:
+        """The cut of both where rows, not too many of them, share a launch: sums of more rows are to be made alike."""
+        if first.cols > MOST_NORM_COLUMNS or why_no_pair(first, second) is not None:
+            return None
+        return pair_cut(first, second, self.device.multiprocessors)[0]
 
     def _kernel(self, variant: ThinGemm, shared: int, early: bool) -> LoadedKernel:
         source, arguments = source_of(variant), thin_gemm_kernel.ARGUMENTS
@@ -172,5 +198,13 @@ class ThinProduct:
         shape = (self.m, self.outputs, pitch, self.cols, -(-weights.rows // 16), plan.units)
         parts = (plan.parts, plan.part_items, plan.part_columns, sums_bytes(weights.kind, plan.part_columns))
         return self.kernel.bind(
-            plan.blocks, *addresses, eps, *weights.bounds(), *shape, *parts, -(-(1 << 32) // pieces), int(add)
+            plan.blocks,
+            *addresses,
+            eps,
+            *weights.bounds(),
+            *shape,
+            *parts,
+            -(-(1 << 32) // pieces),
+            int(add),
+            *NO_SECOND,
         )

@@ -88,7 +88,8 @@ def build(gemm: ThinGemm) -> Any:
 
     def thin_gemm_cluster(
         x, x_scale, x_norm, out, weights, row_scale, bias, out_scale, eps, c2, c1, c0, m, outputs, pitch, cols,
-        quarters, units, parts, part_items, part_columns, sums_row, inverse, add,
+        quarters, units, parts, part_items, part_columns, sums_row, inverse, add, second_weights, second_scale,
+        second_bias, second_out, second_outputs, second_sums_row, bound,
     ):  # fmt: skip
         if OVERLAP:
             launch_dependents()

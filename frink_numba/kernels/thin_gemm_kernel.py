@@ -61,6 +61,14 @@ ARGUMENTS = (
     ("sums_row", "u32"),  # bytes from row to row of the sums of x
     ("inverse", "u32"),  # 2**32 / pieces of 16 bytes of a row of x, rounded up
     ("add", "u32"),
+    # With weights of another kind behind the first, for blocks from `bound` on: plain float32 results.
+    ("second_weights", "u64"),
+    ("second_scale", "u64"),  # row scales
+    ("second_bias", "u64"),
+    ("second_out", "u64"),
+    ("second_outputs", "u32"),
+    ("second_sums_row", "u32"),
+    ("bound", "u32"),
 )
 
 
@@ -72,6 +80,8 @@ class ThinGemm:
     of four columns that a thread normalizes, 0 for f16 operands; pieces: 16 bytes of f16 operands that a thread has on
     their way at a time, or, of a row that a cluster shares and norms, a thread's vectors of its block's share; overlap:
     see launch.py; parts: whether x comes in parts; cluster: blocks that share K (`thin_gemm_cluster.py`).
+
+    other, other_slots: the kind of the second weights and its ring, where some blocks have such (`thin_gemm_pair.py`).
     """
 
     kind: str
@@ -84,14 +94,27 @@ class ThinGemm:
     overlap: bool = True
     parts: bool = False
     cluster: int = 1
+    other: str = ""
+    other_slots: int = 0
 
     @property
     def row(self) -> FragmentKind:
         return FRAGMENT_KINDS[self.kind]
 
+    @property
+    def rings(self) -> list[tuple[str, int]]:
+        """Kinds and their slots, of which a block has the one or the other."""
+        return [(self.kind, self.slots), *([(self.other, self.other_slots)] if self.other else [])]
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of shared memory for rings."""
+        return max(slots * ring_slot(name) for name, slots in self.rings)
+
     def shared(self, m: int, plan: ThinPlan) -> int:
         """Bytes of shared memory with m rows of x."""
-        return fixed_bytes(self.kind, self.tokens, self.slots) + m * x_bytes(self.kind, plan.part_columns)
+        rows = m * max(x_bytes(name, plan.part_columns) for name, _ in self.rings)
+        return self.ring_bytes + fixed_bytes(self.kind, self.tokens, 0) + rows
 
 
 @functools.cache
@@ -122,20 +145,26 @@ def build(gemm: ThinGemm) -> Any:
     SLOTS, STEPS, COLUMNS = gemm.slots, item_steps(gemm.row), sum_columns(gemm.kind)
     ITEM, RECORD, PER_RECORD = item_bytes(gemm.kind), kind.record_size, kind.group_steps
     ITEM_SUMS = 256 * STEPS // COLUMNS if COLUMNS else 0  # bytes of a row's sums of an item: 4 a block
+    PAIR, OTHER = bool(gemm.other), gemm.other or gemm.kind
+    OTHER_ITEM, OTHER_RECORD = item_bytes(OTHER), FRAGMENT_KINDS[OTHER].record_size
+    OTHER_SLOTS, OTHER_COLUMNS = gemm.other_slots, sum_columns(OTHER)
+    OTHER_SUMS = 256 * STEPS // OTHER_COLUMNS if OTHER_COLUMNS else 0
     ROOM, OVERLAP, NORM, IN_PARTS = partial_room(T), gemm.overlap, gemm.norm > 0, gemm.parts
     AHEAD = T > 1 and gemm.norm <= 4  # registers for two more rows
     HALF, GATED = gemm.epilogue.half, bool(gemm.epilogue.gate)
-    PARTIAL_AT = SLOTS * ring_slot(gemm.kind)
+    PARTIAL_AT = gemm.ring_bytes
     SCALES_AT = PARTIAL_AT + 2 * WARPS * ROOM  # of each row: scale, norm, and with a fused norm 1 / rms and 1 / scale
     X_AT = SCALES_AT + 16 * 16
 
     fetch, multiply = fetch_item(gemm.kind), multiply_item(gemm.kind, T)
+    fetch_other, multiply_other = fetch_item(OTHER), multiply_item(OTHER, T)
     put_partial, add_partials = partial_ops(gemm.kind, T, P, R * ROOM)
     store, copy = store_quarter(gemm.epilogue, T), copy_rows(THREADS, COLUMNS, PIECES)
     load_row, measure, convert = norm_ops(max(1, gemm.norm), THREADS, COLUMNS)
+    convert_other = norm_ops(max(1, gemm.norm), THREADS, OTHER_COLUMNS)[2]
     facts, power, values_of = norm_facts(WARPS), out_power(), token_values(T)
     no_sums = zeros(acc_registers(gemm.kind, T))
-    arrived = copies_pending(SLOTS - 1)
+    arrived, arrived_other = copies_pending(SLOTS - 1), copies_pending(OTHER_SLOTS - 1)
     commit = instruction("cp.async.commit_group;", None)
     store_pair = instruction("st.shared.v2.f32 [$0], {$1,$2};", None, "u32", "f32", "f32")
     load4 = instruction("ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", "f32x4", "u32")
@@ -146,7 +175,8 @@ def build(gemm: ThinGemm) -> Any:
 
     def thin_gemm(
         x, x_scale, x_norm, out, weights, row_scale, bias, out_scale, eps, c2, c1, c0, m, outputs, pitch, cols,
-        quarters, units, parts, part_items, part_columns, sums_row, inverse, add,
+        quarters, units, parts, part_items, part_columns, sums_row, inverse, add, second_weights, second_scale,
+        second_bias, second_out, second_outputs, second_sums_row, bound,
     ):  # fmt: skip
         if OVERLAP:
             launch_dependents()
@@ -157,15 +187,40 @@ def build(gemm: ThinGemm) -> Any:
         lane = thread & u32(31)
         block = u32(cuda.blockIdx.x)
         stride = u32(cuda.gridDim.x)
+        item_size = u32(ITEM)
+        record = u64(RECORD)
+        item_sums = u32(ITEM_SUMS)
+        slots = u32(SLOTS)
+        second = False
+        if PAIR:
+            if block >= bound:
+                second = True
+                item_size = u32(OTHER_ITEM)
+                record = u64(OTHER_RECORD)
+                item_sums = u32(OTHER_SUMS)
+                slots = u32(OTHER_SLOTS)
+                block = u32(block - bound)
+                stride = u32(stride - bound)
+                weights = second_weights
+                row_scale = second_scale
+                bias = second_bias
+                out = second_out
+                outputs = second_outputs
+                sums_row = second_sums_row
+                quarters = u32(u32(outputs + u32(15)) >> u32(4))
+                units = u32(u32(quarters + u32(R - 1)) >> u32(SHIFT))
+            else:
+                stride = bound
         steps = u32(u32(cols + u32(63)) >> u32(6))
-        slab_bytes = u64(steps >> u32(PER_RECORD >> 1)) * u64(RECORD)
+        slab_bytes = u64(steps >> u32(PER_RECORD >> 1)) * record
         items = u32(u32(steps + u32(STEPS - 1)) // u32(STEPS))
         last_quarter = u32(quarters - u32(1))  # the last unit may be wider than W
         own = warp >> u32(SHIFT)
         group = warp & u32(R - 1)
         place = warp & u32(3)
-        ring = u32(base + (warp >> u32(2)) * u32(SLOTS * ITEM))
-        ring_end = u32(ring + u32(SLOTS * ITEM))
+        ring_bytes = u32(slots * item_size)
+        ring = u32(base + (warp >> u32(2)) * ring_bytes)
+        ring_end = u32(ring + ring_bytes)
 
         # Weights do not depend on the kernels before: a ringful of them goes ahead of the wait.
         first_unit = u32(block % units)  # see thin_gemm_plan.ThinPlan.blocks
@@ -174,14 +229,17 @@ def build(gemm: ThinGemm) -> Any:
         if own >= items:
             next_unit = units
         quarter = u32(min(u32(next_unit * u32(R) + group), last_quarter))
-        first_source = weights + u64(own) * u64(ITEM) + u64(lane << u32(4))
+        first_source = weights + u64(own) * u64(item_size) + u64(lane << u32(4))
         source = first_source + u64(quarter >> u32(2)) * slab_bytes
         in_slab = quarter & u32(3)
         slot = ring
-        for _ in range(SLOTS):
+        for _ in range(slots):
             if next_unit < units:
-                fetch(source, in_slab, slot, place, lane, u32(steps - next_item * u32(STEPS)))
-                source = source + u64(P * ITEM)
+                if PAIR and second:
+                    fetch_other(source, in_slab, slot, place, lane, u32(steps - next_item * u32(STEPS)))
+                else:
+                    fetch(source, in_slab, slot, place, lane, u32(steps - next_item * u32(STEPS)))
+                source = source + u64(item_size * u32(P))
                 next_item = u32(next_item + u32(P))
                 if next_item >= items:
                     next_item = own
@@ -190,7 +248,7 @@ def build(gemm: ThinGemm) -> Any:
                     source = first_source + u64(quarter >> u32(2)) * slab_bytes
                     in_slab = quarter & u32(3)
             commit()
-            slot = u32(slot + u32(ITEM))
+            slot = u32(slot + item_size)
 
         x_at = u32(base + u32(X_AT))
         x_row = u32(part_columns + part_columns + u32(16))
@@ -231,10 +289,16 @@ def build(gemm: ThinGemm) -> Any:
                 elif T > 1:
                     values = load_row(x + u64(r) * row_length, thread, cols)
                 rms, norm, inverse_scale, scale = facts(u32(sums_at + u32(r) * u32(16 * WARPS)), cols, eps)
-                convert(
-                    values, norm_weight, rms, inverse_scale, thread, u32(0), part_columns,
-                    u32(x_at + u32(r) * x_row), u32(x_sums + u32(r) * sums_row),
-                )  # fmt: skip
+                if PAIR and second:
+                    convert_other(
+                        values, norm_weight, rms, inverse_scale, thread, u32(0), part_columns,
+                        u32(x_at + u32(r) * x_row), u32(x_sums + u32(r) * sums_row),
+                    )  # fmt: skip
+                else:
+                    convert(
+                        values, norm_weight, rms, inverse_scale, thread, u32(0), part_columns,
+                        u32(x_at + u32(r) * x_row), u32(x_sums + u32(r) * sums_row),
+                    )  # fmt: skip
                 if thread == 0:
                     store4(scales + u32(r) * u32(16), scale, norm, rms, inverse_scale)
                 if AHEAD:
@@ -322,19 +386,30 @@ def build(gemm: ThinGemm) -> Any:
                                 first = u32(first + u32(PIECES * THREADS))
                         cuda.syncthreads()
                 while item < end:
-                    arrived()
-                    cuda.syncwarp()
                     within = u32(item - first_item)
                     offset = u32(within * u32(128 * STEPS))
-                    sums = u32(within * u32(ITEM_SUMS))
-                    acc = multiply(
-                        acc, slot, place, lane, u32(x_low + offset), u32(x_high + offset), u32(s_low + sums),
-                        u32(s_high + sums), u32(steps - item * u32(STEPS)),
-                    )  # fmt: skip
+                    sums = u32(within * item_sums)
+                    if PAIR and second:
+                        arrived_other()
+                        cuda.syncwarp()
+                        acc = multiply_other(
+                            acc, slot, place, lane, u32(x_low + offset), u32(x_high + offset), u32(s_low + sums),
+                            u32(s_high + sums), u32(steps - item * u32(STEPS)),
+                        )  # fmt: skip
+                    else:
+                        arrived()
+                        cuda.syncwarp()
+                        acc = multiply(
+                            acc, slot, place, lane, u32(x_low + offset), u32(x_high + offset), u32(s_low + sums),
+                            u32(s_high + sums), u32(steps - item * u32(STEPS)),
+                        )  # fmt: skip
                     cuda.syncwarp()
                     if next_unit < units:
-                        fetch(source, in_slab, slot, place, lane, u32(steps - next_item * u32(STEPS)))
-                        source = source + u64(P * ITEM)
+                        if PAIR and second:
+                            fetch_other(source, in_slab, slot, place, lane, u32(steps - next_item * u32(STEPS)))
+                        else:
+                            fetch(source, in_slab, slot, place, lane, u32(steps - next_item * u32(STEPS)))
+                        source = source + u64(item_size * u32(P))
                         next_item = u32(next_item + u32(P))
                         if next_item >= items:
                             next_item = own
@@ -343,7 +418,7 @@ def build(gemm: ThinGemm) -> Any:
                             source = first_source + u64(quarter >> u32(2)) * slab_bytes
                             in_slab = quarter & u32(3)
                     commit()
-                    slot = u32(slot + u32(ITEM))
+                    slot = u32(slot + item_size)
                     if slot == ring_end:
                         slot = ring
                     item = u32(item + u32(P))

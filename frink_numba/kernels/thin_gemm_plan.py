@@ -138,26 +138,30 @@ class ThinPlan:
         return self.cluster * WARPS // self.row_groups
 
 
+def row_cuts(items: int) -> tuple[int, ...]:
+    """R that are worth considering: with few items some warps have nothing to do where all share K."""
+    return (1, 2, 4, 8) if items < WARPS else (1, 2)
+
+
+def row_cost(rows: int, items: int, item: int, blocks: int, groups: int) -> float:
+    """What one row of x takes with R = `groups` and so many blocks; `item`: bytes of a quarter's.
+
+    Microseconds by timings on an H200, or turns of the busiest warp where there are few items: to be compared among
+    cuts of the same K alone.
+    """
+    units = -(-rows // (16 * groups))
+    rounds = -(-units // blocks)
+    if items < WARPS:
+        return rounds * (-(-items * groups // WARPS) + _UNIT_COST)
+    mean = max(units, blocks) / blocks  # a block without a unit of its own does another's
+    time = max(mean, _UNEVEN * rounds) * groups * items * item * _BYTE + rounds * _UNIT
+    # More units of fewer rows must gain something: where x comes in parts, each unit reads all of them.
+    return time * (_MORE_UNITS if groups == 1 else 1.0)
+
+
 def _fastest(rows: int, items: int, item: int, multiprocessors: int) -> int:
-    """R: the cut with which one row is done first, by timings on an H200; `item`: bytes of a quarter's."""
-    quarters = -(-rows // 16)
-
-    def turns(groups: int) -> tuple[float, int]:
-        rounds = -(-quarters // (groups * multiprocessors))
-        return rounds * (-(-items * groups // WARPS) + _UNIT_COST), groups
-
-    if items < WARPS:  # some warps have nothing to do where all share K
-        return min((1, 2, 4, 8), key=turns)
-
-    def microseconds(groups: int) -> tuple[float, int]:
-        units = -(-quarters // groups)
-        rounds = -(-units // multiprocessors)
-        mean = max(units, multiprocessors) / multiprocessors  # a block without a unit of its own does another's
-        time = max(mean, _UNEVEN * rounds) * groups * items * item * _BYTE + rounds * _UNIT
-        # More units of fewer rows must gain something: where x comes in parts, each unit reads all of them.
-        return time * (_MORE_UNITS if groups == 1 else 1.0), groups
-
-    return min((1, 2), key=microseconds)
+    """R: the cut with which one row is done first."""
+    return min(row_cuts(items), key=lambda groups: (row_cost(rows, items, item, multiprocessors, groups), groups))
 
 
 def thin_plan(name: str, m: int, rows: int, cols: int, device: ThinDevice, row_groups: int | None = None) -> ThinPlan:

@@ -271,6 +271,11 @@ def thin_gemm(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> 
         x = _half_operand(memory, a.x, a.x_scale, a.m, a.cols)
         norm = memory(a.x_norm, (a.m,), F32)
     _product(memory, variant, a, x, norm, (a.out, a.outputs, a.pitch), a.cols)
+    if variant.other:
+        assert 0 < a.bound < blocks
+        names = {"weights": a.second_weights, "row_scale": a.second_scale, "bias": a.second_bias, "add": 0}
+        second = SimpleNamespace(kind=variant.other, epilogue=variant.epilogue)
+        _product(memory, second, SimpleNamespace(**names), x, norm, (a.second_out, a.second_outputs, a.pitch), a.cols)
 
 
 # --- attention ---
@@ -405,7 +410,7 @@ def attention(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> 
 
 
 def decode_attention(memory: Memory, variant: Any, blocks: int, a: SimpleNamespace) -> None:
-    tasks = blocks // a.parts
+    tasks = a.tasks
     sequences = tasks // (a.tiles * a.n_kv_heads)
     records = _records(memory, a.table, sequences)
     for rows, start, bases in records:

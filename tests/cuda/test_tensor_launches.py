@@ -99,6 +99,15 @@ def test_two_kinds_in_one_launch_change_no_bit(monkeypatch: pytest.MonkeyPatch) 
     assert_equal(*answers)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_five_with_few_rows(rows: int) -> None:
+    """Issue 7: norms and what comes before attention are inside others, and two kinds share a launch."""
+    for kinds in (["Q8_0"], ["Q8_0", "Q8_0", "Q4_0", "Q8_0", "Q8_0", "Q8_0", "Q8_0"]):
+        assert launches_of("wgmma", layers_of(kinds), rows) == [["qkv", "attention", "o", "gate_up", "down"]] * 2
+    mixed = layers_of(["Q8_0", "Q8_0", "F16", "Q8_0", "Q8_0", "Q8_0", "Q8_0"])  # sums that are not scaled alike
+    assert launches_of("wgmma", mixed, rows) == [["qkv", "qkv", "attention", "o", "gate_up", "down"]] * 2
+
+
 @pytest.mark.usefixtures("norms_inside")
 def test_norms_of_their_own_on_the_other_tier() -> None:
     assert launches_of("mma", layers_of(["Q8_0"]), 40) == [ALIKE] * 2

@@ -50,9 +50,11 @@ def test_rows_whose_keys_are_cut_alike(window: int, parts: int) -> None:
     def edges(position: int) -> list[int]:
         begin = max(0, position + 1 - window) // 128 * 128 if window else 0
         span = position + 1 - begin
+        if span <= 256 or parts == 1:
+            return [begin]
         length = 128
-        while length * parts < span or length < 256:
-            length += 128
+        while length * parts < span:
+            length += 32
         return [*range(begin, position + 1, length), length]
 
     found = []
@@ -96,3 +98,24 @@ def test_requests_that_make_no_sense() -> None:
         DecodeShape(8, 2, 64, rot_dim=65)
     with pytest.raises(ShapeError, match="1 to 8 rows"):
         DecodeAttentions((9, 0), 132).attention(DecodeShape(8, 2, 64), sequences=1, most_rows=9)
+
+
+def test_one_block_a_multiprocessor_where_two_launches_share_it() -> None:
+    """Issue 7: one row of a sequence leaves equally much room everywhere; wide tiles, many sequences, sm_80 do not."""
+
+    def made(heads: int, kv_heads: int, head_dim: int, sequences: int = 1, rows: int = 1, major: int = 9):
+        attentions = DecodeAttentions((major, 0), 132)
+        attentions._kernel = lambda variant: None  # type: ignore[method-assign, assignment, return-value]
+        return attentions.attention(DecodeShape(heads, kv_heads, head_dim), sequences=sequences, most_rows=rows)
+
+    for shape, parts in (((32, 8, 128), 16), ((24, 8, 128), 16), ((9, 3, 64), 32)):
+        attention = made(*shape)
+        assert (attention.blocks, attention.spread, attention.parts) == (132, True, parts)
+    assert not made(32, 8, 128, rows=8).spread
+    assert not made(8, 2, 256).spread
+    assert not made(32, 8, 128, sequences=32).spread
+    assert made(32, 8, 128, sequences=7).spread
+    attention = made(32, 8, 128, sequences=9)  # 72 blocks would leave half of the GPU to nobody
+    assert (attention.blocks, attention.spread, attention.parts) == (216, False, 3)
+    attention = made(32, 8, 128, major=8)
+    assert (attention.blocks, attention.spread, attention.parts) == (256, False, 32)

@@ -55,5 +55,9 @@ def test_shapes(case: Case) -> None:
 
 
 def test_blocks_without_work_write_nothing() -> None:
-    """Of the three parts that there are blocks for, 41 keys fill one."""
-    check(Case(DecodeShape(2, 1, 32), [(1, 40)]), (9, 0), 7, parts=3)
+    """One block a multiprocessor, of which few have a part of the keys."""
+    case = Case(DecodeShape(2, 1, 32), [(1, 40)])
+    device = MachineDevice()
+    attention = MachineDecodes((9, 0), device, 7).attention(case.shape, sequences=1, most_rows=1, parts=3)
+    assert (attention.blocks, attention.spread) == (7, True)
+    check(case, (9, 0), 7, parts=3)

@@ -100,6 +100,7 @@ class Launches:
         self._constants: dict[float, int] = {}
         self._image_end: int = 0
         self._number: int | None = None  # of the layer whose launches are made
+        self._spread = False  # whether its attention leaves equally much room everywhere for the launch behind
         self._sequences, self._most_rows = sequences, most_rows or m
         self._made: list[Op] = []
         self._tables: dict[Any, tuple[int, int]] = {}
@@ -174,16 +175,15 @@ class Launches:
 
     def _layer_rows(self, layer: TensorLayer, record: int, rows: int) -> None:
         """Append the launches up to the one that makes K/V rows."""
-        at, m, shape = self._at, self._m, layer.shape
+        m, shape = self._m, layer.shape
         weight, eps = layer.vectors.get("attn_norm"), layer.layer.norm_eps
         x = self._normed("norm", "qkv", self.hidden, shape.hidden, weight, eps, m)
         width = shape.query_width + 2 * shape.kv_width
-        for weights, column in self._qkv(layer):
-            self._add("qkv", self._product(weights, x, at["qkv"] + 4 * column, 4 * width, stage="qkv"))
-            x = _once_normed(x)
+        self._add_qkv(self._qkv(layer), x, 4 * width)
         if self._decodes(layer):
             self._add("attention", self._decode_attention(layer, self._attended(layer.scales[2]), record, rows))
         else:
+            self._spread = False
             self._add("prepare", self._prepare(layer, record, rows))
 
     def _qkv(self, layer: TensorLayer) -> Sequence[tuple[DeviceWeights | MixedWeights, int]]:
@@ -191,6 +191,25 @@ class Launches:
         if layer.mixed is not None and self._m > self._few and self._kernels.gemms.mixes:
             return ((layer.mixed, 0),)
         return layer.qkv
+
+    def _add_qkv(
+        self,
+        parts: Sequence[tuple[DeviceWeights | MixedWeights, int]],
+        x: HalfRows | NormRows | RowsToNorm,
+        pitch: int,
+    ) -> None:
+        """Append the products of Q, K and V: one for all of a kind, and for few rows one for two kinds."""
+        out, thins, cut = self._at["qkv"], self._kernels.thins, None
+        if len(parts) == 2 and isinstance(x, NormRows):
+            (first, _), (second, _) = parts
+            pair, cut = thins.pair(first, second, self._m), thins.pair_row_groups(first, second)
+            if pair is not None:
+                outs = tuple(out + 4 * column for _, column in parts)
+                self._add("qkv", pair.bind((first, second), x, outs, pitch))
+                return
+        for weights, column in parts:
+            self._add("qkv", self._product(weights, x, out + 4 * column, pitch, stage="qkv", row_groups=cut))
+            x = _once_normed(x)
 
     def _layer_rest(self, layer: TensorLayer, record: int, first: int = 0) -> None:
         """Append the launches behind it, over rows `first` .. m-1 alone, to which `record` belongs."""
@@ -274,6 +293,7 @@ class Launches:
             softcap=spec.softcap,
         )
         attention = self._kernels.decodes.attention(shape, sequences=self._sequences, most_rows=self._most_rows)
+        self._spread = attention.spread
         cos, sin = self._rotation(layer)
         bound: Launch = attention.bind(
             self._at["qkv"],
@@ -355,11 +375,12 @@ class Launches:
     ) -> None:
         """hidden += product(x), normed first where there is a post-norm."""
         pitch = 4 * shape.hidden
+        alone = op == "o" and not self._spread
         if post_norm is None:
-            self._add(op, self._product(weights, x, hidden, pitch, stage=op, m=m, add=True, alone=op == "o"))
+            self._add(op, self._product(weights, x, hidden, pitch, stage=op, m=m, add=True, alone=alone))
             return
         projected = self._at["projected"]
-        self._add(op, self._product(weights, x, projected, pitch, stage=op, m=m, alone=op == "o"))
+        self._add(op, self._product(weights, x, projected, pitch, stage=op, m=m, alone=alone))
         self._add(f"{op} norm", self._kernels.norm_add(m, shape.hidden, hidden, projected, post_norm, eps))
 
     def _product(
@@ -375,13 +396,16 @@ class Launches:
         out_scale: int = 0,
         m: int | None = None,
         alone: bool = False,
+        row_groups: int | None = None,
     ) -> Launch:
-        """`stage`: whose sums the product may leave."""
+        """`stage`: whose sums the product may leave. row_groups: of a product of few rows that is to be cut so."""
         kernels, half, m = self._kernels, bool(out_scale), m or self._m
         bound: Launch
         if m <= self._few:
             norm = isinstance(x, NormRows)
-            thin = kernels.thins.product(weights, m, gate=gate, half=half, norm=norm, alone=alone)
+            thin = kernels.thins.product(
+                weights, m, gate=gate, half=half, norm=norm, alone=alone, row_groups=row_groups
+            )
             bound = thin.bind(weights, x, out, pitch, add=add, out_scale=out_scale)
             return bound
         room = FLAG_BYTES + self._sums.get(stage, 0)
