@@ -122,5 +122,6 @@ class ThinPair:
         behind = (second.data, second.row_scale, second.bias, outs[1], second.outputs)
         return self.kernel.bind(
             self.plan.blocks, *addresses, x.eps, *first.bounds(), *shape, *parts,
-            -(-(1 << 32) // (plan.part_columns // 8)), 0, *behind, sums_bytes(second.kind, plan.part_columns), self.plan.bound,
+            -(-(1 << 32) // (plan.part_columns // 8)), 0, *behind,
+            sums_bytes(second.kind, plan.part_columns), self.plan.bound,
         )  # fmt: skip
