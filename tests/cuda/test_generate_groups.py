@@ -9,6 +9,7 @@ import pytest
 
 from frink_numba import registry
 from frink_numba.cuda.backend import CudaBackend
+from frink_numba.host import token_source
 from frink_numba.host.decoder import Decoder
 from frink_numba.host.load import load
 from frink_numba.host.model import Model
@@ -36,6 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
 def on_device(model: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Decoder, FakeRuntime]]:
     """on_device(tier): a decoder over a fake device and the host, and the device's runtime."""
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(token_source, "MOST_SECONDS", 1e9)  # fakes take their time
 
     def make(tier: str = "wgmma") -> tuple[Decoder, FakeRuntime]:
         device = tensor_device(tier)
