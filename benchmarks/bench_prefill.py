@@ -296,12 +296,21 @@ def measure(name: str, tokens: int, backends: str, runs: int, baseline: bool) ->
     return row
 
 
+def command_of(arguments: argparse.Namespace, benchmark: str, options: Sequence[str]) -> str:
+    """The command of `benchmarks.bench_BENCHMARK` with these options of `arguments`, without those off or unset."""
+    words = ["python", "-m", f"benchmarks.bench_{benchmark}"]
+    for option in options:
+        value = getattr(arguments, option)
+        if value is not None and value is not False:
+            words += [f"--{option.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return " ".join(words)
+
+
 def record(arguments: argparse.Namespace, benchmark: str, rows: Sequence[Row], options: Sequence[str]) -> None:
     """Write the receipt of `benchmarks.bench_BENCHMARK`, whose command these options of `arguments` make up."""
     driver = query_driver()
     machine = driver.devices[0].name if driver.devices and arguments.backend != "host" else cpu_name()
-    words = " ".join(f"--{option.replace('_', '-')} {getattr(arguments, option)}" for option in options)
-    command = f"python -m benchmarks.bench_{benchmark} {words}"
+    command = command_of(arguments, benchmark, options)
     write_receipt(arguments.receipt, receipt(benchmark, command, rows, machine=machine, driver=driver.version))
 
 
@@ -322,12 +331,12 @@ def main() -> int:
         force_blocks(arguments.block_rows)
     first = arguments.shapes.split(",")[0], int(arguments.tokens.split(",")[0])
     rows = [measure_memory(*first, arguments.backend)] if arguments.memory else []
-    more = ("block_rows",) if arguments.block_rows else ()
+    options = ("shapes", "tokens", "backend", "runs", "no_baseline", "block_rows", "memory")
     for name in arguments.shapes.split(","):
         for tokens in arguments.tokens.split(","):
             rows.append(measure(name, int(tokens), arguments.backend, arguments.runs, not arguments.no_baseline))
             if arguments.receipt:  # what is cut off later keeps what there is
-                record(arguments, "prefill", rows, ("shapes", "tokens", "backend", "runs", *more))
+                record(arguments, "prefill", rows, options)
     return 0
 
 
