@@ -189,6 +189,8 @@ def cache() -> list[Check]:
         nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     except OSError as error:
         return [Check("cache folder", WARN, f"{folder}: {error.strerror or error}", elsewhere)]
+    if not nearest.is_dir():
+        return [Check("cache folder", WARN, f"{folder}: {nearest} is no folder", elsewhere)]
     writable = os.access(nearest, os.W_OK)
     free = shutil.disk_usage(nearest).free / 1e9
     found = [

@@ -51,6 +51,16 @@ def test_an_empty_cache_folder_names_the_command(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+def test_a_cache_folder_that_is_a_file_is_noticed(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (file, file / "below"):
+        done = frink("doctor", environment={"FRINK_CACHE_DIR": str(folder)})
+        assert done.returncode == 0
+        assert "is no folder" in " ".join(done.stdout.split())
+        assert "cache folder: set FRINK_CACHE_DIR to a folder that can be read and written" in done.stdout
+
+
 def _packages(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
     """Play installed packages; "_" stands for "-" in a name, None for a missing one."""
     really = checks.installed
