@@ -102,7 +102,7 @@ SETTINGS: dict[str, Setting] = {
             _folder,
             _default_cache_dir,
             "`~/.cache/frink_numba`",
-            "Folder of fetched models and compiled kernels.",
+            "Folder of fetched models and compiled kernels; by default in `XDG_CACHE_HOME` where that is set.",
         ),
         Setting(
             "FRINK_HOST_WEIGHTS",
