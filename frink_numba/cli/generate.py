@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=common.at_least(0),
         default=0,
         metavar="N",
-        help="draft up to N tokens from the text so far; the answer stays the same (0; 3 suits the host, 7 a GPU)",
+        help="draft up to N tokens, 63 at most, from the text so far; the answer stays the same (0; 3 suits the host)",
     )
 
 

@@ -328,9 +328,9 @@ class Decoder:
         template. `chat` makes a text the one message of a user. `special` recognizes control tokens in a text.
         `max_new_tokens` None: until the model stops or the context is full. `stop`: texts that end the answer and are
         not part of it. Sampling parameters as in `sampling.Sampling`; the default is greedy. `cache`: continue behind
-        what it holds. `speculate`: draft up to so many tokens from the text so far, which makes greedy answers that
-        repeat something faster and never changes them (`speculation.py`); 3 suits the host, 7 a GPU. Bad arguments are
-        refused here, not at the first token.
+        what it holds. `speculate`: draft up to so many tokens, 63 at most, from the text so far, which makes greedy
+        answers that repeat something faster on the host, where 3 suits, and never changes them (`speculation.py`).
+        Bad arguments are refused here, not at the first token.
         """
         from frink_numba.host.generate import Generation, encode_prompt
         from frink_numba.host.sampling import Sampling
