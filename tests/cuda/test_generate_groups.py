@@ -143,6 +143,19 @@ def test_steps_of_one_cache_after_groups_write_to_that_cache(
                     assert np.linalg.norm(one - other) < 5e-3 * np.linalg.norm(other)
 
 
+@pytest.mark.parametrize("budget", range(1_000_000, 1_600_000, 60_000))
+def test_steps_behind_groups_stay_within_the_budget(budget: int, on_device, monkeypatch: pytest.MonkeyPatch):
+    """Spare scratch takes no room from embedding and output matrix, or from what rows leave that need more room."""
+    monkeypatch.setenv("FRINK_CUDA_MEMORY", str(budget))
+    decoder, runtime = on_device()
+    caches = [decoder.new_cache() for _ in PROMPTS]
+    for _ in decoder.generate_batch(PROMPTS, max_new_tokens=NEW, caches=caches):
+        assert runtime.held <= budget
+    for cache in caches:
+        decoder.prefill([65 + number % 9 for number in range(256)], cache)
+        assert runtime.held <= budget
+
+
 def test_texts_are_scored_on_the_device(model: Model, on_device):
     """Log-probabilities, without logits or K/V rows on the bus; the host's values."""
     decoder, _ = on_device()
