@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from frink_numba.errors import ShapeError
+from frink_numba.kernels.in_threads import in_threads
 from frink_numba.kernels.kinds import PLANES, can_multiply, packed_bytes, padded_cols
 from frink_numba.quant import QuantKind, QuantMatrix
 
@@ -191,7 +191,5 @@ def pack(matrix: QuantMatrix) -> np.ndarray:
             plane_out[:, first : first + step] = part.reshape(chunk.shape[0], -1).T
 
     # NumPy lets other threads run while it works, and each chunk fills columns of its own.
-    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
-        for _ in pool.map(rearrange, range(0, rows, step)):
-            pass
+    in_threads(rearrange, range(0, rows, step), min(_MOST_THREADS, os.cpu_count() or 1))
     return out

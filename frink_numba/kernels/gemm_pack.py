@@ -12,7 +12,6 @@ import itertools
 import math
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +20,7 @@ from frink_numba.errors import ShapeError
 from frink_numba.kernels.gemm_codes import CODES, Codes
 from frink_numba.kernels.gemm_kinds import IQ4_VALUES, SLAB, STEP, FragmentKind, fragment_kind
 from frink_numba.kernels.gemm_planes import code_planes, has_nibbles, nibble_plane
+from frink_numba.kernels.in_threads import in_threads
 from frink_numba.quant import QuantMatrix
 
 _CHUNK_ELEMENTS = 1 << 21  # elements that a thread repacks at a time: bounds the scratch memory
@@ -96,13 +96,8 @@ def pack(matrices: Sequence[QuantMatrix], *, gated: bool = False, threads: int |
         row_scale[span], squares[span] = _pack_rows(kind, first.kind.name, raw, first.cols, data[start:stop])
 
     starts = range(0, slabs, per_chunk)
-    threads = min(len(starts), threads or min(os.cpu_count() or 1, _THREADS))
-    if threads == 1:
-        for start in starts:
-            pack_chunk(start)
-    else:  # NumPy lets go of the interpreter while it works
-        with ThreadPoolExecutor(threads) as workers:
-            list(workers.map(pack_chunk, starts))
+    # NumPy lets go of the interpreter while it works.
+    in_threads(pack_chunk, starts, min(len(starts), threads or min(os.cpu_count() or 1, _THREADS)))
     if gated:
         sides = squares[: rows // 16 * 16].reshape(-1, 2, 8)
         bounds = tuple(math.sqrt(float(sides[:, i].max(initial=0.0))) for i in range(2))

@@ -9,6 +9,7 @@ import pytest
 
 from frink_numba import registry
 from frink_numba.cuda.backend import CudaBackend
+from frink_numba.cuda.tensor import cuts
 from frink_numba.host import token_source
 from frink_numba.host.decoder import Decoder
 from frink_numba.host.load import load
@@ -114,6 +115,45 @@ def test_a_device_lost_in_the_middle(model: Model, on_device):
         if number == 17:
             runtime.fail_at, runtime.sticky = len(runtime.calls) + 3, True
     assert_greedy(model, [answer.tokens for answer in batch.answers])
+
+
+@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_steps_of_one_cache_after_groups_write_to_that_cache(
+    rows: int, grows: bool, model: Model, on_device, monkeypatch: pytest.MonkeyPatch
+):
+    """R10, of steps by themselves, over caches that a group saw first, or when they had moved: the host's K/V rows."""
+    monkeypatch.setattr(cuts, "_SEGMENT_BYTES", 1)  # long steps come again as graphs, as those of real models do
+    decoder, _ = on_device()
+    texts = [[BOS, *bytes(range(40 + number, 60 + number))] for number in range(3)]
+    alone = [65 + number % 7 for number in range(rows)]
+    caches = [decoder.new_cache() for _ in texts]
+    for number in range(3):
+        for cache in caches if number else ():
+            decoder.prefill(alone, cache)
+            if grows:
+                cache.reserve(2 * cache[0].buffers[0].shape[0])
+        decoder.prefill_batch(texts, caches)
+    with Decoder(model, "host") as host:
+        for text, cache in zip(texts, caches, strict=True):
+            whole = host.new_cache()
+            host.prefill([*text, *alone, *text, *alone, *text], whole)
+            for got, want in zip(cache, whole, strict=True):
+                for one, other in zip(got.prefix(), want.prefix(), strict=True):
+                    assert np.linalg.norm(one - other) < 5e-3 * np.linalg.norm(other)
+
+
+@pytest.mark.parametrize("budget", range(1_000_000, 1_600_000, 60_000))
+def test_steps_behind_groups_stay_within_the_budget(budget: int, on_device, monkeypatch: pytest.MonkeyPatch):
+    """Spare scratch takes no room from embedding and output matrix, or from what rows leave that need more room."""
+    monkeypatch.setenv("FRINK_CUDA_MEMORY", str(budget))
+    decoder, runtime = on_device()
+    caches = [decoder.new_cache() for _ in PROMPTS]
+    for _ in decoder.generate_batch(PROMPTS, max_new_tokens=NEW, caches=caches):
+        assert runtime.held <= budget
+    for cache in caches:
+        decoder.prefill([65 + number % 9 for number in range(256)], cache)
+        assert runtime.held <= budget
 
 
 def test_texts_are_scored_on_the_device(model: Model, on_device):

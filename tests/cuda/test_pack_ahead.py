@@ -12,7 +12,7 @@ import pytest
 
 from frink_numba.backend import Edges, Step
 from frink_numba.cuda.backend import CudaBackend
-from frink_numba.cuda.tensor import pack_ahead
+from frink_numba.cuda.tensor import pack_ahead, workers
 from frink_numba.cuda.tensor.pack_ahead import PackAhead
 from frink_numba.cuda.tensor.weights import pack_layer
 from frink_numba.host.kv_cache import KVCache
@@ -219,3 +219,18 @@ def test_one_that_is_closed_while_a_run_takes_from_it_answers_none(monkeypatch: 
     assert ahead.take(LAYERS[0]) is not None
     assert ahead.take(LAYERS[1]) is None
     ahead.close()
+
+
+def test_without_threads_each_layer_is_packed_as_it_goes_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a process whose main thread has ended, or that may have no more threads: the device serves all the same."""
+    monkeypatch.setattr(workers, "_ending", lambda: True)
+    ahead = PackAhead(LAYERS)
+    assert [ahead.take(layer) for layer in LAYERS] == [None] * len(LAYERS)
+    ahead.close()
+    backend = CudaBackend(LAYERS, tensor_device())
+    backend.expect(None)
+    assert backend.run(0, len(LAYERS), step_over(LAYERS, KVCache(LAYERS, 64), hidden_rows(5))) is not None
+    backend.close()
+    assert not caplog.records

@@ -336,6 +336,32 @@ def test_a_lost_device_declines():
     assert backend.serves_group(steps) is None
 
 
+def test_two_models_on_one_device_do_not_mix_their_sizes():
+    """R20: each asks outside of the device's lock, maybe between any two lines of the other's question."""
+    from frink_numba.cuda.group import member
+
+    body, layers = tensor_device().body, LAYERS[:1]
+    members = [member(step, 32) for step in [token_step(LAYERS, KVCache(LAYERS, 64), 3, 1)]]
+    own, others = (tensor_device().body.group_bytes(asked, EDGES, members) for asked in (layers, LAYERS))
+    assert own != others
+
+    class Interrupted(type(body)):
+        @property
+        def _group_sizes(self):
+            return self.__dict__["sizes"]
+
+        @_group_sizes.setter
+        def _group_sizes(self, value):
+            self.__dict__["sizes"] = value
+            if value[0] is layers:
+                self.group_bytes(LAYERS, EDGES, members)
+
+    body.__dict__["sizes"] = body.__dict__.pop("_group_sizes")
+    body.__class__ = Interrupted
+    assert body.group_bytes(layers, EDGES, members) == own
+    assert body.group_bytes(LAYERS, EDGES, members) == others
+
+
 def needs(backend: CudaBackend, steps: Sequence[Step]) -> int:
     """Bytes that a group takes at least."""
     from frink_numba.cuda.group import member

@@ -262,6 +262,20 @@ def test_a_mirror_grows_and_keeps_its_rows():
     assert device.held_bytes == device.runtime.allocated()
 
 
+@pytest.mark.parametrize("held", [0, 250])
+def test_room_that_could_not_be_made_ready_is_not_counted(held: int):
+    """R21: a failure between the allocation and its first use, of a new mirror and of one that grows."""
+    for call in range(8):
+        device = tensor_device()
+        backend, runtime, mirrors = CudaBackend(LAYERS, device), device.runtime, device.body._mirrors
+        other, cache = new_cache(backend), new_cache(backend)
+        advance(backend, LAYERS, cache if held else other, hidden_rows(held or 20))
+        runtime.fail_at = len(runtime.calls) + call
+        backend.run(0, len(LAYERS), step_over(LAYERS, cache, hidden_rows(20)))
+        blocks = {id(mirror.block): mirror.block for mirror in mirrors._held.values()}.values()
+        assert mirrors.nbytes == sum(block.nbytes for block in [*blocks, *mirrors._kept]), runtime.calls[-1]
+
+
 def test_a_random_life_of_a_cache():
     """Every kind of change in every order: a step always answers what a device without mirrors answers."""
     rng = np.random.default_rng(11)

@@ -266,9 +266,10 @@ class TensorBody:
     def group_bytes(self, layers: Sequence[Layer], edges: Edges, members: Sequence[Member]) -> int:
         """Bytes of scratch of a step of these members over all `layers`."""
         shape = GroupShape.of(members)
-        if self._group_sizes is None or self._group_sizes[0] is not layers:
-            self._group_sizes = layers, {}  # a backend asks for its own layers again and again
-        sizes, key = self._group_sizes[1], (shape, logits_rows(edges))
+        known = self._group_sizes  # others may ask meanwhile
+        if known is None or known[0] is not layers:
+            known = self._group_sizes = layers, {}  # a backend asks for its own layers again and again
+        sizes, key = known[1], (shape, logits_rows(edges))
         if key not in sizes:
             sizes[key] = self._group_scratch(layers, edges, shape).nbytes()
         return sizes[key]

@@ -15,6 +15,7 @@ from frink_numba.cuda.tensor.edges import TensorEdges
 from frink_numba.cuda.tensor.group_program import GroupProgram
 from frink_numba.cuda.tensor.mirror import Mirror, Mirrors, Whole
 from frink_numba.cuda.tensor.program import launch
+from frink_numba.cuda.tensor.row_targets import find_places
 from frink_numba.cuda.tensor.weights import TensorLayer
 from frink_numba.cuda.traffic import Traffic
 
@@ -162,9 +163,7 @@ class GroupRun:
         for member, whole in zip(self._members, self._wholes, strict=True):
             cache, count = member.cache, self._ahead if self._ahead > 1 else len(member.tokens)
             lease = cache.lend(count)
-            if whole.places is not lease.places:
-                pinned = cache.dtype == np.float32 and all(map(self._work.pinned.owns, lease.places.owners))
-                whole.places, whole.writable = lease.places, pinned
+            find_places(whole, cache, lease.places, self._layers, self._work)
             self._traffic.kv_down += count * row_bytes
             if whole.writable:
                 rows.append(lease)

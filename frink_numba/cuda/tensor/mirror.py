@@ -211,19 +211,24 @@ class Mirrors:
         capacities = [_capacity(old, positions) for _, _, old in wanted]
         sizes = [_nbytes(shape, capacity) for (shape, _, _), capacity in zip(wanted, capacities, strict=True)]
         block = self._block(sum(sizes))
-        at, made = self._runtime.address(block.memory), []
-        self._runtime.zero(at, sum(sizes), stream)
-        for (_, cache, old), capacity, nbytes in zip(wanted, capacities, sizes, strict=True):
-            mirror = Mirror(block, nbytes, capacity, at, at + nbytes // 2)
-            at += nbytes
-            if old is not None:
-                for target, source in ((mirror.k, old.k), (mirror.v, old.v)):
-                    self._runtime.move(target, source, old.nbytes // 2, stream)
-                mirror.rows, mirror.version, mirror.lease = old.rows, old.version, old.lease
-            self._hold(cache, mirror)
-            if old is not None:  # its block may be freed now: that waits until the device has copied it
-                self._leave(old)
-            made.append(mirror)
+        try:
+            at, made = self._runtime.address(block.memory), []
+            self._runtime.zero(at, sum(sizes), stream)
+            for (_, cache, old), capacity, nbytes in zip(wanted, capacities, sizes, strict=True):
+                mirror = Mirror(block, nbytes, capacity, at, at + nbytes // 2)
+                at += nbytes
+                if old is not None:
+                    for target, source in ((mirror.k, old.k), (mirror.v, old.v)):
+                        self._runtime.move(target, source, old.nbytes // 2, stream)
+                    mirror.rows, mirror.version, mirror.lease = old.rows, old.version, old.lease
+                self._hold(cache, mirror)
+                if old is not None:  # its block may be freed now: that waits until the device has copied it
+                    self._leave(old)
+                made.append(mirror)
+        except BaseException:
+            if not block.users:
+                self._free(block)
+            raise
         self.changes += 1
         return made
 

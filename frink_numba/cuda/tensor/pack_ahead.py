@@ -44,7 +44,8 @@ class PackAhead:
         # Where a few large layers are all that may wait, their own matrices are cut among the threads.
         self._inside = max(1, threads // self._ahead)
         self._workers = Workers(threads, _NAME)
-        self._fill()
+        with suppress(RuntimeError):  # no thread begins: whoever takes a part finds that nobody has packed it
+            self._fill()
 
     def names(self, layers: Sequence[Layer]) -> bool:
         """Whether all of `layers` are among its own."""

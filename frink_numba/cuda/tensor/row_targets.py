@@ -143,11 +143,7 @@ class WholeTargets:
     ) -> None:
         self._runtime, self._traffic, self._whole, self._layers = runtime, traffic, whole, layers
         self._lease = lease = cache.lend(n)
-        if whole.places is not lease.places:
-            whole.places = lease.places
-            whole.writable = cache.dtype == np.float32 and all(map(work.pinned.owns, lease.places.owners))
-            whole.pitch = _even_pitch(layers, lease.places)
-            whole.where = lease.places.k.tobytes() + lease.places.v.tobytes()
+        find_places(whole, cache, lease.places, layers, work)
         self.rows: Sequence[Rows] = lease
         self.place: tuple[bytes, int] | None = (whole.where, lease.first) if whole.writable else None
         if not whole.writable:
@@ -173,6 +169,16 @@ class WholeTargets:
 
     def done(self) -> None:
         self._whole.lease = self._lease if self._whole.writable else None
+
+
+def find_places(whole: Whole, cache: Any, places: Any, layers: Sequence[TensorLayer], work: Workspace) -> None:
+    """All that `whole` knows of where the cache's rows are now."""
+    if whole.places is places:
+        return
+    whole.places = places
+    whole.writable = cache.dtype == np.float32 and all(map(work.pinned.owns, places.owners))
+    whole.pitch = _even_pitch(layers, places)
+    whole.where = places.k.tobytes() + places.v.tobytes()
 
 
 def _even_pitch(layers: Sequence[TensorLayer], places: Any) -> int:
