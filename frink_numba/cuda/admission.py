@@ -87,7 +87,7 @@ class Admission:
         return {number for number, admitted in self._walk().admitted.items() if admitted}
 
     def spare(self, step: Step) -> int:
-        """Bytes of the budget that would be left if all layers and their K/V rows were on the device, beside what is; at least 0."""
+        """Bytes of the budget that would be left, at least 0, if all layers and K/V rows were there beside what is."""
         body, bank = self._device.body, self._device.bank
         rows, positions = body.mirrored_bytes, step.start_pos + step.rows
         for number in self._bytes:
@@ -95,9 +95,10 @@ class Admission:
             rows += self.mirror(number, step)
             if body.room(cache) >= positions:  # else they move, and what they leave is kept for other caches
                 rows -= body.mirror_held(cache)
-        own = bank.held_by(self._holder)
-        edges = sum(body.edges_bytes(step.edges) for part in own if part is step.edges and step.edges is not None)
-        return max(0, self._device.memory.bytes() - self.total - edges - self._others() - rows)
+        edges, held = step.edges, 0
+        if edges is not None and any(part is edges for part in bank.held_by(self._holder)):
+            held = body.edges_bytes(edges)
+        return max(0, self._device.memory.bytes() - self.total - held - self._others() - rows)
 
     def _others(self) -> int:
         return self._device.bank.bytes_of_others(self._holder)
