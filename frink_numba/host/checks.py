@@ -85,6 +85,8 @@ def checked_caches(caches: Sequence[KVCache], count: int) -> list[KVCache]:
     held = list(caches)
     if len(held) != count:
         raise CacheError(f"{count} prompts, but {len(held)} caches")
+    for number, cache in enumerate(held):
+        about(number, check_is_cache, cache)
     if len({id(cache) for cache in held}) != len(held):
         raise CacheError("each prompt needs a cache of its own: one is there twice")
     return held
@@ -103,9 +105,9 @@ def checked_targets(
     return found
 
 
-def about(number: int, check: Callable[..., _Checked], *arguments: Any) -> _Checked:
+def about(number: int, check: Callable[..., _Checked], *arguments: Any, **options: Any) -> _Checked:
     """What `check` answers; its error says that it is about prompt `number`."""
     try:
-        return check(*arguments)
+        return check(*arguments, **options)
     except (PromptError, CacheError) as error:
         raise type(error)(f"prompt {number}: {error}") from None

@@ -284,16 +284,14 @@ class Decoder:
         if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
             raise PromptError("prompts is a list of prompts; for one prompt call generate")
         held = None if caches is None else checked_caches(caches, len(prompts))
-        for cache in held or ():
-            check_is_cache(cache)
         self._open().expect(self._steps.edges)  # while the tokenizer is made
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         begins = [True] * len(prompts) if held is None else [not cache.positions for cache in held]
         return BatchGeneration(
             self,
             [
-                encode_prompt(self.model, prompt, chat=chat, special=special, begins=first)
-                for prompt, first in zip(prompts, begins, strict=True)
+                about(number, encode_prompt, self.model, prompt, chat=chat, special=special, begins=first)
+                for number, (prompt, first) in enumerate(zip(prompts, begins, strict=True))
             ],
             sampling,
             max_new_tokens=max_new_tokens,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from frink_numba.host.kv_cache import KVCache
     from frink_numba.host.parts import Output
 
+_ROOM_AT_ONCE = 1024  # tokens of an answer: few are longer, and the rows of 64 that may be are many gigabytes
 _AHEAD_OF_WAITING = 8  # tokens, while prompts wait: an answer that ends leaves its place empty so long
 
 
@@ -103,8 +104,9 @@ class BatchGeneration(Iterator[tuple[int, Piece]]):
         """Run prompts; the first token of each answer, alone in a list."""
         answers = [self.answers[number] for number in numbers]
         for answer in answers:
-            if self._most_new is not None:  # at once what it may need, so that nothing is moved as it grows
-                answer.cache.reserve(min(len(answer.prompt_tokens) + self._most_new - 1, self._room(answer)))
+            if self._most_new is not None:  # at once what it may need, so that little is moved as it grows
+                new = min(self._most_new, _ROOM_AT_ONCE)
+                answer.cache.reserve(min(len(answer.prompt_tokens) + new - 1, self._room(answer)))
             if self._sampling.temperature or self._sampling.repetition_penalty != 1:
                 answer.sampler = Sampler(self._sampling, self._vocabulary)
                 answer.sampler.see(token for token in answer.prompt_tokens if token < self._vocabulary)

@@ -10,6 +10,7 @@ import pytest
 from frink_numba.errors import CacheError, Cancelled, FrinkError, PromptError, SettingError
 from frink_numba.host import generate_batch
 from frink_numba.host.generate_batch import BatchGeneration
+from frink_numba.host.kv_cache import KVCache
 from tests.golden.tiny_text import BOS
 
 PROMPTS = ["the quick brown fox", "a", [BOS, *b"jumps over"], "the lazy dog, and then some more of it", "!?", "zzz"]
@@ -109,6 +110,19 @@ def test_rows_go_with_an_answer_that_nobody_keeps(text_decoder):
     assert sum(answer.cache.nbytes for answer in batch.answers) == 0
 
 
+def test_room_is_for_what_answers_usually_need(text_decoder, monkeypatch):
+    """Much `max_new_tokens` asks for no memory until an answer is long; it then grows, and stays what it is alone."""
+    monkeypatch.setattr(generate_batch, "_ROOM_AT_ONCE", 4)
+    asked = []
+    real = KVCache.reserve
+    monkeypatch.setattr(KVCache, "reserve", lambda cache, n: (asked.append(n), real(cache, n))[1])
+    cache = text_decoder.new_cache()
+    batch = text_decoder.generate_batch(["a"], max_new_tokens=40, caches=[cache])
+    next(batch)
+    assert max(asked) == len(batch.answers[0].prompt_tokens) + 3
+    assert_as_alone(text_decoder, PROMPTS, max_new_tokens=40)
+
+
 def test_the_context_ends_an_answer(text_decoder):
     caches = [text_decoder.new_cache(30), text_decoder.new_cache(25)]
     batch = finished(text_decoder.generate_batch([[BOS] * 20, [BOS] * 20], caches=caches))
@@ -158,8 +172,10 @@ def test_cancelling_the_prompts(text_decoder):
         (["a"], {"stop": "x"}, SettingError, "stop"),
         (["a"], {"chunk_size": 0}, SettingError, "chunk_size"),
         (["a", "b"], {"caches": []}, CacheError, "2 prompts, but 0 caches"),
-        (["a"], {"caches": [1]}, CacheError, "the cache is a int"),
-        ([3], {}, PromptError, "a prompt is a text"),
+        (["a"], {"caches": [1]}, CacheError, "prompt 0: the cache is a int"),
+        (["a", "b"], {"caches": [None, None]}, CacheError, "prompt 0: the cache is a NoneType"),
+        ([3], {}, PromptError, "prompt 0: a prompt is a text"),
+        (["a", b"b"], {}, PromptError, "prompt 1: "),
     ],
 )
 def test_bad_arguments_are_refused_before_the_first_token(text_decoder, prompts, arguments, error, words):
