@@ -88,17 +88,21 @@ class Admission:
 
     def spare(self, step: Step) -> int:
         """Bytes of the budget that would be left, at least 0, if all layers and K/V rows were there beside what is."""
-        body, bank = self._device.body, self._device.bank
+        body = self._device.body
         rows, positions = body.mirrored_bytes, step.start_pos + step.rows
         for number in self._bytes:
             cache = step.caches[number]
             rows += self.mirror(number, step)
             if body.room(cache) >= positions:  # else they move, and what they leave is kept for other caches
                 rows -= body.mirror_held(cache)
-        edges, held = step.edges, 0
-        if edges is not None and any(part is edges for part in bank.held_by(self._holder)):
-            held = body.edges_bytes(edges)
-        return max(0, self._device.memory.bytes() - self.total - held - self._others() - rows)
+        return max(0, self._device.memory.bytes() - self.total - self.edges_held(step) - self._others() - rows)
+
+    def edges_held(self, step: Step) -> int:
+        """Bytes of the embedding and the output matrix, where these are on the device already."""
+        edges = step.edges
+        if edges is None or not self._device.bank.holds(edges, self._holder):
+            return 0
+        return self._device.body.edges_bytes(edges)
 
     def _others(self) -> int:
         return self._device.bank.bytes_of_others(self._holder)

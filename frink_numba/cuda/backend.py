@@ -311,16 +311,15 @@ class CudaBackend:
         To the byte for a step that needs nothing to be dropped first. Asks, and changes nothing.
         """
         device, body = self.device, self.device.body
-        own = {id(part) for part in device.bank.held_by(self._holder)}
         weights = device.bank.nbytes - device.bank.bytes_of_others(self._holder)
-        edges = body.edges_bytes(step.edges) if step.edges is not None and id(step.edges) in own else 0
+        edges = self._admission.edges_held(step)
         weights -= edges
         others = device.bank.bytes_of_others(self._holder) + body.mirrored_bytes
         scratch, kv_rows, page_locked, budget = device.arena_bytes, 0, 0, device.memory.bytes()
         positions = step.start_pos + step.rows
         for first, length in runs:
             numbers, layers = range(first, first + length), self._layers[first : first + length]
-            weights += sum(body.layer_bytes(layer) for layer in layers if id(layer) not in own)
+            weights += sum(body.layer_bytes(layer) for layer in layers if not device.bank.holds(layer, self._holder))
             exact = self._admission.run_scratch(body.scratch(layers), step)
             if exact > scratch:
                 scratch = exact + max(0, min(exact // 4, self._spare(exact, step)))

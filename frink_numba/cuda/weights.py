@@ -84,6 +84,11 @@ class WeightBank:
             del self._entries[id(layer)]
             self.nbytes -= uploaded.nbytes
 
+    def holds(self, part: Part, holder: object) -> bool:
+        """Whether `holder` holds it. Asks, and changes nothing."""
+        entry = self._entries.get(id(part))
+        return entry is not None and holder in entry[1]
+
     def held_by(self, holder: object) -> list[Part]:
         """The layers that `holder` holds, in the order they were uploaded."""
         return [uploaded.layer for uploaded, holders in self._entries.values() if holder in holders]

@@ -130,13 +130,11 @@ def build(gemm: ThinGemm) -> Any:
         wait_for_predecessors,
     )
     from frink_numba.kernels.ptx import instruction, numba_type, shared_address
+    from frink_numba.kernels.thin_gemm_ends import partial_ops, store_quarter, token_values
     from frink_numba.kernels.thin_gemm_ops import (
         acc_registers,
         fetch_item,
         multiply_item,
-        partial_ops,
-        store_quarter,
-        token_values,
     )
     from frink_numba.kernels.thin_gemm_rows import copy_rows, norm_facts, norm_ops, out_power
 

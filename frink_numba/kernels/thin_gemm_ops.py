@@ -1,4 +1,4 @@
-"""The pieces of the thin products' kernel, unrolled while it is compiled: fetch, multiply, reduce, store, normalize.
+"""The pieces of the thin products' loop over K, unrolled while the kernel is compiled: fetch and multiply.
 
 A warp's place in shared memory is a quarter of a slab's record, whatever quarter of the matrix it works on, so that the
 fragment functions of `gemm_kinds.py` find everything where a slab would have it.
@@ -10,11 +10,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from frink_numba.kernels.gates import activate
 from frink_numba.kernels.gemm_emit import PtxMachine, header_words
-from frink_numba.kernels.gemm_epilogue import Epilogue
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, SLAB, THREADS, half_bits
-from frink_numba.kernels.gemm_store import out_scales
 from frink_numba.kernels.ptx import Emitter, Register, emitted
 from frink_numba.kernels.thin_gemm_plan import item_steps, sum_registers
 from frink_numba.kernels.thin_gemm_scales import SCHEMES
@@ -69,7 +66,7 @@ def item_regions(name: str) -> list[tuple[int, int, int]]:
     return out
 
 
-def _less(e: Emitter, a: Register, b: Register | int) -> Any:
+def less(e: Emitter, a: Register, b: Register | int) -> Any:
     other = b if isinstance(b, Register) else e.constant("u32", b)
     return e.builder.icmp_unsigned("<", a.value, other.value)
 
@@ -113,7 +110,7 @@ def fetch_item(name: str) -> Any:
                 for at, size in own:
                     copy(at, size)
             else:
-                with e.builder.if_then(_less(e, e.constant("u32", step), steps)):
+                with e.builder.if_then(less(e, e.constant("u32", step), steps)):
                     for at, size in own:
                         copy(at, size)
 
@@ -122,15 +119,15 @@ def fetch_item(name: str) -> Any:
 
 def acc_registers(name: str, tokens: int) -> int:
     """float32 registers of a lane's sums while K is walked through."""
-    return sum_registers(tokens) if name in SCHEMES else 2 * _tiles(tokens) * 4
+    return sum_registers(tokens) if name in SCHEMES else 2 * column_tiles(tokens) * 4
 
 
-def _tiles(tokens: int) -> int:
+def column_tiles(tokens: int) -> int:
     """Products of eight columns side by side."""
     return max(1, tokens // 8)
 
 
-def _own(tokens: int) -> tuple[int, ...]:
+def own_results(tokens: int) -> tuple[int, ...]:
     """Of the four results of a product, those that count: with one row of x, one for each of the two rows of W."""
     return (0, 2) if tokens == 1 else (0, 1, 2, 3)
 
@@ -187,7 +184,7 @@ def multiply_item(name: str, tokens: int) -> Any:
         sums_high: Register,
         steps: Register,
     ) -> list[Register]:
-        tiles = _tiles(tokens)
+        tiles = column_tiles(tokens)
         where = ((x, x_high)[:tiles], (sums, sums_high)[:tiles])
         return _multiply(e, name, tokens, acc, (slot, place, lane), where, steps)
 
@@ -200,7 +197,7 @@ def multiply_rows(name: str, tokens: int) -> Any:
 
     x and sums: such addresses for each eight rows of x; the offsets are added to all of them.
     """
-    size, tiles = acc_registers(name, tokens), _tiles(tokens)
+    size, tiles = acc_registers(name, tokens), column_tiles(tokens)
 
     @emitted(f"f32x{size}", f"f32x{size}", "u32", "u32", "u32", f"u32x{tiles}", "u32", f"u32x{tiles}", "u32", "u32")
     def multiply(
@@ -225,9 +222,9 @@ def multiply_rows(name: str, tokens: int) -> Any:
 def rows_of_lane(tokens: int) -> Any:
     """rows(address, row, last, stride) -> where row `row` of each eight lies, the last row's place beyond it."""
 
-    @emitted(f"u32x{_tiles(tokens)}", "u32", "u32", "u32", "u32")
+    @emitted(f"u32x{column_tiles(tokens)}", "u32", "u32", "u32", "u32")
     def rows(e: Emitter, address: Register, row: Register, last: Register, stride: Register) -> list[Register]:
-        numbers = [row + 8 * tile for tile in range(_tiles(tokens))]
+        numbers = [row + 8 * tile for tile in range(column_tiles(tokens))]
         return [address + e.asm("min.u32 $0, $1, $2;", "u32", [n, last], pure=True) * stride for n in numbers]
 
     return rows
@@ -245,7 +242,7 @@ def _multiply(
     """Emits a quarter's item: (slot, place, lane) say where it is, `where` the addresses of x and of its sums."""
     kind, scheme = FRAGMENT_KINDS[name], SCHEMES.get(name)
     size, count = acc_registers(name, tokens), item_steps(kind)
-    tiles, own = _tiles(tokens), _own(tokens)
+    tiles, own = column_tiles(tokens), own_results(tokens)
     slot, place, lane = item
     machine = ThinMachine(e)
     thread, row, t = (place << 5) + lane, (place << 4) + (lane >> 2), lane & 3
@@ -295,7 +292,7 @@ def _multiply(
                 out = product.mma([*pair, *pair], b, out)
                 continue
             # The step t & 1 may not be there.
-            there = _less(e, t & 1, steps)
+            there = less(e, t & 1, steps)
             zero = e.constant("u32", 0)
             words = [*pair, e.asm("ld.shared.u32 $0, [$1];", "u32", [source])]
             a, a_8, b = (Register(e, "u32", e.builder.select(there, word.value, zero.value)) for word in words)
@@ -312,7 +309,7 @@ def _multiply(
             out = one(out, base, step)
             continue
         before = e.builder.block
-        with e.builder.if_then(_less(e, e.constant("u32", step), steps)):
+        with e.builder.if_then(less(e, e.constant("u32", step), steps)):
             more = one(list(out), base, step)
             inside = e.builder.block
         merged = []
@@ -337,122 +334,3 @@ def _multiply(
     for tile in range(tiles):
         add(out, tile, factors, offset_sums(tile))
     return out
-
-
-@functools.cache
-def partial_ops(name: str, tokens: int, parts: int, stride: int, remote: bool = False) -> tuple[Any, Any]:
-    """(put(acc, address, lane), add_up(address) -> sums): a warp's sums in shared memory, `remote`: of another block.
-
-    `address`: where the lane's sums lie in the warp's room, and in the first of `parts` rooms that are `stride` bytes
-    apart. Parts are added in a tree that is always the same.
-    """
-    size, own = sum_registers(tokens), _own(tokens)
-    width = len(own)
-    names = ",".join(f"${i}" for i in range(width))
-    space = "shared::cluster" if remote else "shared"
-
-    @emitted(None, f"f32x{acc_registers(name, tokens)}", "u32", "u32")
-    def put(e: Emitter, acc: list[Register], address: Register, lane: Register) -> None:
-        if name not in SCHEMES:
-            half = len(acc) // 2
-            both = [acc[i] + acc[half + i] for i in range(half)]
-            acc = [both[4 * tile + i] for tile in range(_tiles(tokens)) for i in own]
-        if tokens == 1:
-            # All columns of the product are the one row of x: the lanes t = 0 have it.
-            store = "{\n.reg .pred p;\n.reg .b32 t;\nand.b32 t, $3, 3;\nsetp.eq.u32 p, t, 0;\n"
-            e.asm(f"{store}@p st.shared.v2.f32 [$0], {{$1,$2}};\n}}", None, [address, *acc, lane])
-            return
-        for k in range(0, size, 4):
-            e.asm(f"st.{space}.v4.f32 [$0], {{$1,$2,$3,$4}};", None, [address + 128 * k, *acc[k : k + 4]])
-
-    @emitted(f"f32x{size}", "u32")
-    def add_up(e: Emitter, address: Register) -> list[Register]:
-        out: list[Register] = []
-        for k in range(0, size, width):
-            terms = []
-            for part in range(parts):
-                at = address + (128 * k + part * stride)
-                terms.append(e.asm(f"ld.shared.v{width}.f32 {{{names}}}, [${width}];", f"f32x{width}", [at]))
-            while len(terms) > 1:
-                pairs = zip(terms[::2], terms[1::2], strict=True)
-                terms = [[a + b for a, b in zip(p, q, strict=True)] for p, q in pairs]
-            out += terms[0]
-        return out
-
-    return put, add_up
-
-
-@functools.cache
-def store_quarter(epilogue: Epilogue, tokens: int) -> Any:
-    """store(sums, (scales of rows g and g + 8, biases), token_values, quarter, lane, out, m, outputs, pitch, add)."""
-    size = sum_registers(tokens)
-    own = size // 2  # tokens of a lane
-
-    @emitted(
-        None, f"f32x{size}", "f32x4", f"f32x{2 * own}", "u32", "u32", "u64", "u32", "u32", "u32", "u32"
-    )  # fmt: skip
-    def store(
-        e: Emitter,
-        sums: list[Register],
-        rows: list[Register],
-        token: list[Register],
-        quarter: Register,
-        lane: Register,
-        out: Register,
-        m: Register,
-        outputs: Register,
-        pitch: Register,
-        add: Register,
-    ) -> None:
-        b = e.builder
-        g, t = lane >> 2, lane & 3
-        token_scale, inverse = token[:own], token[own:]
-
-        def put(address: Register, column: Register, value: Register) -> None:
-            with b.if_then(_less(e, column, outputs)):
-                if epilogue.half:
-                    bits = e.asm("cvt.rn.f16.f32 $0, $1;", "u16", [value], pure=True)
-                    e.asm("st.global.u16 [$0], $1;", None, [address + e.widen(column << 1), bits])
-                    return
-                e.asm(
-                    "{\n.reg .pred p;\nsetp.ne.u32 p, $2, 0;\n@p red.global.add.f32 [$0], $1;\n"
-                    "@!p st.global.f32 [$0], $1;\n}",
-                    None,
-                    [address + e.widen(column << 2), value, add],
-                )
-
-        for i in range(own):
-            row = (t << 1) + (8 * (i >> 1) + (i & 1))
-            with b.if_then(_less(e, row, m)):
-                at, apart = (0, 1) if tokens == 1 else (4 * (i >> 1) + (i & 1), 2)
-                low = sums[at] * rows[0] * token_scale[i]
-                high = sums[at + apart] * rows[1] * token_scale[i]
-                address = out + e.widen(row) * e.widen(pitch)
-                if epilogue.gate:
-                    values, columns = [activate(e, epilogue.gate, low) * high], [(quarter << 3) + g]
-                else:
-                    values = [low + rows[2], high + rows[3]]
-                    columns = [(quarter << 4) + g, (quarter << 4) + g + 8]
-                for column, value in zip(columns, values, strict=True):
-                    put(address, column, value * inverse[i] if epilogue.half else value)
-
-    return store
-
-
-@functools.cache
-def token_values(tokens: int) -> Any:
-    """values(scales, lane, m, c2, c1, c0) -> scales of the lane's tokens, then 1 / out_scale of each."""
-    own = sum_registers(tokens) // 2
-
-    @emitted(f"f32x{2 * own}", "u32", "u32", "u32", "f32", "f32", "f32")
-    def values(
-        e: Emitter, scales: Register, lane: Register, m: Register, c2: Register, c1: Register, c0: Register
-    ) -> list[Register]:
-        found = []
-        for i in range(own):
-            token = ((lane & 3) << 1) + (8 * (i >> 1) + (i & 1))
-            token = e.asm("min.u32 $0, $1, $2;", "u32", [token, m - 1], pure=True)
-            found.append(e.asm("ld.shared.v2.f32 {$0,$1}, [$2];", "f32x2", [scales + (token << 4)]))
-        return [scale for scale, _ in found] + [out_scales(e, norm, (c2, c1, c0))[0] for _, norm in found]
-
-    return values

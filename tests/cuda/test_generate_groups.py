@@ -9,7 +9,6 @@ import pytest
 
 from frink_numba import registry
 from frink_numba.cuda.backend import CudaBackend
-from frink_numba.cuda.tensor import cuts
 from frink_numba.host import token_source
 from frink_numba.host.decoder import Decoder
 from frink_numba.host.load import load
@@ -120,10 +119,12 @@ def test_a_device_lost_in_the_middle(model: Model, on_device):
 @pytest.mark.parametrize("grows", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_steps_of_one_cache_after_groups_write_to_that_cache(
-    rows: int, grows: bool, model: Model, on_device, monkeypatch: pytest.MonkeyPatch
+    rows: int, grows: bool, model: Model, on_device, segments: None
 ):
-    """R10, of steps by themselves, over caches that a group saw first, or when they had moved: the host's K/V rows."""
-    monkeypatch.setattr(cuts, "_SEGMENT_BYTES", 1)  # long steps come again as graphs, as those of real models do
+    """R10, of steps by themselves, over caches that a group saw first, or when they had moved: the host's K/V rows.
+
+    Long steps come again as graphs, as those of real models do.
+    """
     decoder, _ = on_device()
     texts = [[BOS, *bytes(range(40 + number, 60 + number))] for number in range(3)]
     alone = [65 + number % 7 for number in range(rows)]

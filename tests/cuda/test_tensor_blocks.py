@@ -9,7 +9,6 @@ import pytest
 
 from frink_numba.backend import Edges, Step
 from frink_numba.cuda.backend import CudaBackend
-from frink_numba.cuda.tensor import cuts
 from frink_numba.host.kv_cache import KVCache
 from tests import reference
 from tests.cuda.fake_tensor import tensor_device
@@ -28,12 +27,6 @@ from tests.kernels.packed_weights import random_matrix
 LAYERS = unlike_layers()
 WIDTH = LAYERS[0].hidden_dim
 TIERS = ("wgmma", "mma")
-
-
-@pytest.fixture
-def segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many segments as a run can have, however few rows there are."""
-    monkeypatch.setattr(cuts, "_SEGMENT_BYTES", 1)
 
 
 def edges(seed: int = 5, vocabulary: int = 64) -> Edges:

@@ -10,7 +10,7 @@ import pytest
 from frink_numba.backend import Decline, Serve
 from frink_numba.cuda.backend import CudaBackend
 from frink_numba.cuda.stack import launch_prefill_dense_stack, load_layers
-from frink_numba.cuda.tensor import cuts, scratch
+from frink_numba.cuda.tensor import scratch
 from frink_numba.cuda.tensor.program import Program
 from frink_numba.cuda.tensor.weights import _scales
 from frink_numba.cuda.traffic import Traffic
@@ -37,12 +37,6 @@ from tests.random_layers import LayerOptions, random_layer
 
 LAYERS = unlike_layers()
 TIERS = ("wgmma", "mma")
-
-
-@pytest.fixture
-def segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many segments as a run can have, however few rows there are."""
-    monkeypatch.setattr(cuts, "_SEGMENT_BYTES", 1)
 
 
 def backend_on(device, layers=LAYERS) -> CudaBackend:

@@ -9,7 +9,6 @@ import pytest
 
 from frink_numba.backend import Decline, Serve
 from frink_numba.cuda.backend import CudaBackend
-from frink_numba.cuda.tensor import cuts
 from frink_numba.host.kv_cache import KVCache
 from tests.cuda.fake_gpu import OUT_OF_MEMORY, FakeCudaError, FakeRuntime
 from tests.cuda.fake_tensor import tensor_device
@@ -18,12 +17,7 @@ from tests.cuda.tensor_stacks import OPTIONS, assert_equal, hidden_rows, random_
 
 LAYERS = unlike_layers(7, [OPTIONS[1], OPTIONS[2], OPTIONS[5]])
 BATCHES = (3, 10)
-
-
-@pytest.fixture(autouse=True)
-def _segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows come down in several parts, so that a failure meets copies under way."""
-    monkeypatch.setattr(cuts, "_SEGMENT_BYTES", 1)
+pytestmark = pytest.mark.usefixtures("segments")  # so that a failure meets copies under way
 
 
 def new_cache(backend: CudaBackend) -> KVCache:

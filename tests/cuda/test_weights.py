@@ -24,7 +24,9 @@ def test_layers_are_shared_and_freed_with_their_last_holder():
         device.runtime.drain()
     total = bank.nbytes
     assert total == device.runtime.allocated()
+    assert [bank.holds(layer, second) for layer in layers] == [False, False]
     assert bank.find(layers[1], second) is bank.get(layers[1])
+    assert [bank.holds(layer, second) for layer in layers] == [False, True]
     assert bank.find(random_layer(rng), second) is None
     assert (bank.held_by(first), bank.held_by(second)) == (layers, layers[1:])
     assert bank.bytes_of_others(first) == 0
