@@ -246,8 +246,8 @@ def other_blocks(name: str, tokens: int, cluster: int) -> tuple[Any, ...]:
 
     op(acc, fragments, address of the tokens' tile, old, codes, header, never, address, done, lane) -> (acc, the next
     step's fragments). A warp that issues a product waits until the one before has been taken, so that what stands
-    between two products costs nothing while the first of them runs. `old` are the fragments of the step before, which
-    are waited for, with `done` released after that; codes and header are the next step's.
+    between two products costs little while the first of them runs. `old` are the fragments of the step before, which
+    are waited for first, with `done` released after that; codes and header are the next step's.
     """
     kind, count = FRAGMENT_KINDS[name], tokens // 2
 
@@ -278,15 +278,15 @@ def other_blocks(name: str, tokens: int, cluster: int) -> tuple[Any, ...]:
                 e.asm(_KEEP, None, [*old[at : at + 4], never, address])
                 out.extend(e.asm("", "u32x4", [], tied=next(converted)))
 
+            # The first product alone stays in flight, so that the whole step before is done.
+            e.asm("wgmma.wait_group.sync.aligned 1;", None, [])
+            release(e, cluster, done, lane)
             for block in range(1, 4):
+                convert()
                 e.asm("wgmma.fence.sync.aligned;", None, [])
                 acc = _multiply(e, acc, tokens, block, fragments[4 * block : 4 * block + 4], b)
                 e.asm("wgmma.commit_group.sync.aligned;", None, [])
-                if block == 1:
-                    e.asm("wgmma.wait_group.sync.aligned 1;", None, [])
-                    convert()
-                    release(e, cluster, done, lane)
-                convert()
+            convert()
             return acc, out
 
         return op
