@@ -135,11 +135,6 @@ def _codes4(scale_bytes: int) -> Callable[[Any, Any, Any], Blocks]:
     return codes
 
 
-# Where bit 4 (row g) and bit 8 (row g + 8) of the registers of pair p lie in the word of fifth bits, and the shift that
-# brings both into place at once: bits i and i + 4 of a half word move together.
-FIFTH_BIT = tuple((i, 4 - i) for i in (0, 1, 2, 3, 8, 9, 10, 11))
-# The same for the two high bits of six: bits i, i+1 to 4, 5 and i+4, i+5 to 8, 9.
-HIGH_BITS = tuple((i, 4 - i) for i in (0, 2, 8, 10))
 # Third bit of three: bit i to 2 and i + 2 to 4.
 THIRD_BIT = tuple((i, 2 - i) for i in (0, 1, 4, 5, 8, 9, 12, 13))
 
@@ -151,29 +146,36 @@ def _shift(word: Any, left: int) -> Any:
 
 
 def _codes5(scale_bytes: int) -> Callable[[Any, Any, Any], Blocks]:
+    """Half a block's word: register 0 at bits 0-4, 1 at 5-9, 2 at 10-14, bit 0 of register 3 at 15.
+
+    The other four bits of register 3 are a nibble of the fifth word's half: that of block i at 4i.
+    """
+
     def codes(m: Any, base: Any, thread: Any) -> Blocks:
         words = m.load128(_plane_address((16, 4), scale_bytes, 0, base, thread))
-        fifth = m.load32(_plane_address((16, 4), scale_bytes, 1, base, thread))
+        rest = m.load32(_plane_address((16, 4), scale_bytes, 1, base, thread))
         for block, word in enumerate(words):
-            low, out = _nibbles(word), []
-            for pair in range(2):
-                bits = _shift(fifth, FIFTH_BIT[2 * block + pair][1])
-                out += [low[2 * pair] | (bits & 0x00100010), low[2 * pair + 1] | (bits & 0x01000100)]
-            yield out
+            high = word >> 10
+            last = (_shift(rest, 6 - 4 * block) & 0x03C003C0) | (high & 0x00200020)
+            yield [word & 0x001F001F, word & 0x03E003E0, high & 0x001F001F, last]
 
     return codes
 
 
 def _codes6(scale_bytes: int) -> Callable[[Any, Any, Any], Blocks]:
+    """Half a block's word: register 0 at bits 0-5, 2 at 6-11, bits 2-5 of register 3 at 12-15.
+
+    Two blocks share a word whose halves have the others: bits 0, 1 of their registers 3 at 0 and at 2, their registers
+    1 at 4-9 and at 10-15.
+    """
+
     def codes(m: Any, base: Any, thread: Any) -> Blocks:
         words = m.load128(_plane_address((16, 8), scale_bytes, 0, base, thread))
-        high = m.load64(_plane_address((16, 8), scale_bytes, 1, base, thread))
+        shared = m.load64(_plane_address((16, 8), scale_bytes, 1, base, thread))
         for block, word in enumerate(words):
-            low, out = _nibbles(word), []
-            for pair in range(2):
-                bits = _shift(high[block // 2], HIGH_BITS[2 * (block & 1) + pair][1])
-                out += [low[2 * pair] | (bits & 0x00300030), low[2 * pair + 1] | (bits & 0x03000300)]
-            yield out
+            second, high, rest = block & 1, word >> 6, shared[block // 2]
+            last = (high & 0x03C003C0) | (_shift(rest, 2 if second else 4) & 0x00300030)
+            yield [word & 0x003F003F, _shift(rest, -6 * second) & 0x03F003F0, high & 0x003F003F, last]
 
     return codes
 
@@ -389,15 +391,15 @@ _ROWS = (
     # name, steps a record, header, scale bytes a row and step, planes, lo, operations, codes, header function, scales
     FragmentKind("Q4_0", 1, 0, 4, (16,), 4, 38, _codes4(4), None, _symmetric32(8, 4)),
     FragmentKind("Q4_1", 1, 0, 8, (16,), 4, 36, _codes4(8), None, _affine32),
-    FragmentKind("Q5_0", 1, 0, 4, (16, 4), 4, 78, _codes5(4), None, _symmetric32(16, 4)),
-    FragmentKind("Q5_1", 1, 0, 8, (16, 4), 4, 76, _codes5(8), None, _affine32),
+    FragmentKind("Q5_0", 1, 0, 4, (16, 4), 5, 50, _codes5(4), None, _symmetric32(16, 5)),
+    FragmentKind("Q5_1", 1, 0, 8, (16, 4), 5, 48, _codes5(8), None, _affine32),
     FragmentKind("Q8_0", 1, 0, 4, (16, 16), 0, 34, _codes8(4), None, _symmetric32(128, 0)),
     FragmentKind("IQ4_NL", 1, 0, 4, (16,), 0, 86, _codes_iq4(4), None, _symmetric32(128, 0)),
     FragmentKind("Q2_K", 4, 4, 4, (8,), 2, 70, _codes2(4), _header_q2, _scales_q2),
     FragmentKind("Q3_K", 4, 14, 0, (8, 4), 2, 118, _codes3(0), _header_q3, _scales_q3),
     FragmentKind("Q4_K", 4, 16, 0, (16,), 4, 54, _codes4(0), _header_k4, _scales_k4),
-    FragmentKind("Q5_K", 4, 16, 0, (16, 4), 4, 94, _codes5(0), _header_k4, _scales_k4),
-    FragmentKind("Q6_K", 4, 2, 4, (16, 8), 4, 92, _codes6(4), _header_d, _scales_q6),
+    FragmentKind("Q5_K", 4, 16, 0, (16, 4), 5, 66, _codes5(0), _header_k4, _scales_k4),
+    FragmentKind("Q6_K", 4, 2, 4, (16, 8), 4, 66, _codes6(4), _header_d, _scales_q6),
     FragmentKind("IQ4_XS", 4, 8, 0, (16,), 0, 112, _codes_iq4(0), _header_iq4, _scales_iq4),
     FragmentKind("half", 1, 0, 0, (64,), 0, 0, _half_codes),
 )

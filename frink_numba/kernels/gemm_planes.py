@@ -66,13 +66,42 @@ def code_planes(kind: FragmentKind, name: str, codes: np.ndarray) -> list[np.nda
     if kind.planes == (16,):
         return [_plane(codes, {"r": 4}, "dbeu")]
     if kind.planes in ((16, 4), (16, 8)):
-        fifth = kind.planes[1] == 4
-        high = _plane(
-            codes >> np.uint8(4), {"r": 4, "b": 2, "u": 1} if fifth else {"r": 4, "u": 2}, "ed" if fifth else "deb"
-        )
-        return [_plane(codes & np.uint8(15), {"r": 4}, "dbeu"), high]
+        return (_five_bits if kind.planes[1] == 4 else _six_bits)(codes)
     two = _plane(codes & np.uint8(3), {"r": 2, "u": 4}, "deb")
     return [two] if kind.planes == (8,) else [two, _plane(codes >> np.uint8(2), {"r": 2, "b": 4, "u": 1}, "ed")]
+
+
+def _five_bits(codes: np.ndarray) -> list[np.ndarray]:
+    """The planes of gemm_kinds._codes5: a word of each block, then one with a nibble of each."""
+    (a0, a2), (a1, a3) = _registers(codes)
+    words = a0 | (a1 << 5) | (a2 << 10) | ((a3 & 1) << 15)
+    a3 >>= 1
+    rest = a3[0, 0] | (a3[0, 1] << 4) | (a3[1, 0] << 8) | (a3[1, 1] << 12)
+    return [_words(words), _words(rest[None, None])]
+
+
+def _six_bits(codes: np.ndarray) -> list[np.ndarray]:
+    """The planes of gemm_kinds._codes6: a word of each block, then one of each pair."""
+    (a0, a2), (a1, a3) = _registers(codes)
+    words = a0 | (a2 << 6) | ((a3 >> 2) << 12)
+    a3 &= 3
+    rest = a3[:, 0] | (a3[:, 1] << 2) | (a1[:, 0] << 4) | (a1[:, 1] << 10)
+    return [_words(words), _words(rest[:, None])]
+
+
+def _registers(codes: np.ndarray) -> np.ndarray:
+    """Codes [rows, cols] as uint16 [r, u, d, b, slabs, warp, g, steps, t e]: those of a register are neighbours."""
+    slabs, steps = codes.shape[0] // SLAB, codes.shape[1] // STEP
+    eights = codes.view(np.uint64).reshape(slabs, 4, 2, 8, steps, 2, 2, 2)
+    moved = np.ascontiguousarray(eights.transpose(2, 7, 5, 6, 0, 1, 3, 4))
+    return moved.view(np.uint8).reshape(*moved.shape, 8).astype(np.uint16)
+
+
+def _words(halves: np.ndarray) -> np.ndarray:
+    """uint16 [d, b, slabs, warp, g, steps, t e] as bytes [slabs, steps, warp g t d b, 4]: a thread's words."""
+    words = halves.view(np.uint32)
+    slabs, steps = words.shape[2], words.shape[5]
+    return np.ascontiguousarray(words.transpose(2, 5, 3, 4, 6, 0, 1)).view(np.uint8).reshape(slabs, steps, -1)
 
 
 def _plane(codes: np.ndarray, merged: dict[str, int], order: str, d: int | None = None) -> np.ndarray:

@@ -101,7 +101,7 @@ def test_the_cost_of_two_kinds_lies_between_theirs(m: int) -> None:
     tile = 128, 1, 2
     costs = [
         make_plan(m, 6144, 4096, first, 132, *tile, True, behind).nanoseconds
-        for behind in (None, Behind(second, 64), Behind(second, 3072), Behind(second, 6080))
+        for behind in (None, Behind(second, 128), Behind(second, 3072), Behind(second, 6016))  # whole tiles of each
     ]
     costs.append(make_plan(m, 6144, 4096, second, 132, *tile, True).nanoseconds)
     assert costs == sorted(set(costs))
