@@ -80,9 +80,13 @@ class PtxMachine:
 class Loader(PtxMachine):
     """Keeps what the fragment code loads, in order; what it computes from it is dropped by the compiler."""
 
-    def __init__(self, e: Emitter) -> None:
+    def __init__(self, e: Emitter, ahead: Register | int = 0) -> None:
         super().__init__(e)
         self.loaded: list[Register] = []
+        self.ahead = ahead  # of every address
+
+    def _load(self, width: str, result: str, address: Register) -> Any:
+        return super()._load(width, result, address + self.ahead)
 
     def _keep(self, got: Any) -> Any:
         self.loaded += got if isinstance(got, list) else [got]
@@ -129,9 +133,10 @@ class Converter(PtxMachine):
 def fragment_ops(name: str) -> tuple[Any, Any, tuple[Any, ...]]:
     """(header op, load op, (convert op of step 0, 1, 2, 3)) of a kind: its fragment code, cut after its loads.
 
-    header(address, row) -> u32 tuple (one 0 where the kind has none); load(address, thread, row) -> the step's bits;
+    header(address, row) -> u32 tuple (one 0 where the kind has none); load(first, at, thread, row) -> the step's bits;
     convert(bits, header) -> 16 operand registers. `address` is the step's slot in shared memory, which begins with the
-    header's room.
+    header's room; `first` that of a ring's first slot, `at` bytes before it. They are added last, so that what does not
+    depend on the step is computed once.
     """
     kind = FRAGMENT_KINDS[name]
     words = header_words(name)
@@ -142,9 +147,9 @@ def fragment_ops(name: str) -> tuple[Any, Any, tuple[Any, ...]]:
             return [e.constant("u32", 0)]
         return kind.header(PtxMachine(e), address, row)
 
-    @emitted(f"u32x{kind.loaded_words}", "u32", "u32", "u32")
-    def load(e: Emitter, address: Register, thread: Register, row: Register) -> list[Register]:
-        machine = Loader(e)
+    @emitted(f"u32x{kind.loaded_words}", "u32", "u32", "u32", "u32")
+    def load(e: Emitter, address: Register, at: Register, thread: Register, row: Register) -> list[Register]:
+        machine = Loader(e, at)
         kind.fragments(machine, address + kind.header_size, thread, row, 0, [e.constant("u32", 0)] * words)
         return machine.loaded
 
@@ -181,18 +186,19 @@ _DESCRIPTOR = (1 << 30) | 64
 
 def _multiply(e: Emitter, acc: list[Register], tokens: int, block: int, a: list[Register], b: Register) -> Any:
     """One `wgmma` of 16 columns. `a`: four operand registers, or the descriptor's lower half; `b` likewise."""
-    # The next 16 columns of a row lie 32 bytes on: 2 in the descriptor's units of 16.
-    count = tokens // 2
+    # The next 16 columns of a row lie 32 bytes on: 2 in the descriptor's units of 16. Added to all 64 bits of b, they
+    # take ptxas one instruction; with the lower half alone it moves both halves into place before each product.
+    count, on = tokens // 2, 2 * block
     sums = ",".join(f"${i}" for i in range(count))
     last = f"${count + len(a)}"
     if len(a) == 4:
         setup, first = "", "{" + ",".join(f"${count + i}" for i in range(4)) + "}"
-        flags, arguments = "1, 1, 1, 0", [*a, b + 2 * block]
+        flags, arguments = "1, 1, 1, 0", [*a, b]
     else:
         setup, first = f".reg .b64 a;\nmov.b64 a, {{${count}, {_DESCRIPTOR}}};\n", "a"
-        flags, arguments = "1, 1, 1, 0, 0", [a[0] + 2 * block, b + 2 * block]
+        flags, arguments = "1, 1, 1, 0, 0", [a[0] + on, b]
     template = (
-        f"{{\n{setup}.reg .b64 b;\nmov.b64 b, {{{last}, {_DESCRIPTOR}}};\n"
+        f"{{\n{setup}.reg .b64 b;\nmov.b64 b, {{{last}, {_DESCRIPTOR}}};\nadd.s64 b, b, {on};\n"
         f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.f16.f16 {{{sums}}}, {first}, b, {flags};\n}}"
     )
     return e.asm(template, f"f32x{count}", arguments, tied=acc)
@@ -202,19 +208,24 @@ def _descriptor(address: Register) -> Register:
     return (address >> 4) | (1 << 16)
 
 
+@emitted("u32", "u32")
+def descriptor(e: Emitter, address: Register) -> Register:
+    """The lower half of the descriptor of a tile in shared memory: that of one n * 16 bytes on is larger by n."""
+    return _descriptor(address)
+
+
 @functools.cache
 def multiply_step(tokens: int) -> Any:
     """acc += A B for one step of 64 columns: four `wgmma` m64 n`tokens` k16, A in registers, as one committed group.
 
-    multiply(acc, fragments, address of the tokens' tile). The fragments pass through an empty volatile statement
+    multiply(acc, fragments, descriptor of the tokens' tile). The fragments pass through an empty volatile statement
     before the fence, so that no arithmetic on them slides behind it (ptxas would serialize).
     """
     count = tokens // 2
 
     @emitted(f"f32x{count}", f"f32x{count}", "u32x16", "u32")
     def op(e: Emitter, acc: list[Register], fragments: list[Register], tile: Register) -> list[Register]:
-        b = _descriptor(tile)
-        *pinned, b = e.asm("", "u32x17", [], tied=[*fragments, b])
+        *pinned, b = e.asm("", "u32x17", [], tied=[*fragments, tile])
         e.asm("wgmma.fence.sync.aligned;", None, [])
         for block in range(4):
             acc = _multiply(e, acc, tokens, block, pinned[4 * block : 4 * block + 4], b)
@@ -226,12 +237,12 @@ def multiply_step(tokens: int) -> Any:
 
 @functools.cache
 def first_block(tokens: int) -> Any:
-    """acc += A B for the first 16 columns of a step: begin(acc, fragments, address of the tokens' tile)."""
+    """acc += A B for the first 16 columns of a step: begin(acc, fragments, descriptor of the tokens' tile)."""
     count = tokens // 2
 
     @emitted(f"f32x{count}", f"f32x{count}", "u32x16", "u32")
     def op(e: Emitter, acc: list[Register], fragments: list[Register], tile: Register) -> list[Register]:
-        *pinned, b = e.asm("", "u32x17", [], tied=[*fragments, _descriptor(tile)])
+        *pinned, b = e.asm("", "u32x17", [], tied=[*fragments, tile])
         e.asm("wgmma.fence.sync.aligned;", None, [])
         acc = _multiply(e, acc, tokens, 0, pinned[:4], b)
         e.asm("wgmma.commit_group.sync.aligned;", None, [])
@@ -244,7 +255,7 @@ def first_block(tokens: int) -> Any:
 def other_blocks(name: str, tokens: int, cluster: int) -> tuple[Any, ...]:
     """For each step of a record: the rest of a step's products, and the next step's conversion between them.
 
-    op(acc, fragments, address of the tokens' tile, old, codes, header, never, address, done, lane) -> (acc, the next
+    op(acc, fragments, descriptor of the tokens' tile, old, codes, header, never, address, done, lane) -> (acc, the next
     step's fragments). A warp that issues a product waits until the one before has been taken, so that what stands
     between two products costs little while the first of them runs. `old` are the fragments of the step before, which
     are waited for first, with `done` released after that; codes and header are the next step's.
@@ -269,7 +280,7 @@ def other_blocks(name: str, tokens: int, cluster: int) -> tuple[Any, ...]:
             done: Register,
             lane: Register,
         ) -> Any:
-            zero, b = e.constant("u32", 0), _descriptor(tile)
+            zero = e.constant("u32", 0)
             out: list[Register] = []
             converted = kind.blocks(Converter(e, loaded), zero, zero, zero, step, header)
 
@@ -284,7 +295,7 @@ def other_blocks(name: str, tokens: int, cluster: int) -> tuple[Any, ...]:
             for block in range(1, 4):
                 convert()
                 e.asm("wgmma.fence.sync.aligned;", None, [])
-                acc = _multiply(e, acc, tokens, block, fragments[4 * block : 4 * block + 4], b)
+                acc = _multiply(e, acc, tokens, block, fragments[4 * block : 4 * block + 4], tile)
                 e.asm("wgmma.commit_group.sync.aligned;", None, [])
             convert()
             return acc, out

@@ -42,6 +42,7 @@ def _loop_of_kind(gemm: WgmmaGemm, name: str) -> Any:
     from numba import cuda, types
 
     from frink_numba.kernels.gemm_emit import (
+        descriptor,
         first_block,
         fragment_ops,
         keep,
@@ -88,44 +89,45 @@ def _loop_of_kind(gemm: WgmmaGemm, name: str) -> Any:
             release(done, lane + idle)
         else:
             odd = no_fragments()
+            tokens = descriptor(base)
             left = u32(count)
             mbarrier_wait(full + stage * u32(8), phase)
             at = u32(slot + stage * u32(W_STAGE))
             shared_scales = header(at, row)
-            codes = load_codes(at, local, row)
+            codes = load_codes(slot, stage * u32(W_STAGE), local, row)
             even = convert(codes, shared_scales)
             for _ in range(count >> u32(2)):
                 # Four steps in a straight line: the fragments of a step take one register set, those of the next step
                 # the other, which are made while the products run.
-                tile_at = u32(base + stage * u32(X_STAGE))
+                tile_at = u32(tokens + stage * u32(X_STAGE >> 4))
                 acc = multiply_first(acc, even, tile_at)
                 now = u32(freed + stage * u32(8))
                 stage, phase = advance(stage, phase)
                 mbarrier_wait(full + stage * u32(8), phase)
-                codes = load_codes(u32(slot + stage * u32(W_STAGE)), local, row)
+                codes = load_codes(slot, stage * u32(W_STAGE), local, row)
                 acc, odd = rest1(acc, even, tile_at, odd, codes, shared_scales, never, base, done, lane + idle)
                 done = now
                 idle = u32(0)
 
-                tile_at = u32(base + stage * u32(X_STAGE))
+                tile_at = u32(tokens + stage * u32(X_STAGE >> 4))
                 acc = multiply_first(acc, odd, tile_at)
                 now = u32(freed + stage * u32(8))
                 stage, phase = advance(stage, phase)
                 mbarrier_wait(full + stage * u32(8), phase)
-                codes = load_codes(u32(slot + stage * u32(W_STAGE)), local, row)
+                codes = load_codes(slot, stage * u32(W_STAGE), local, row)
                 acc, even = rest2(acc, odd, tile_at, even, codes, shared_scales, never, base, done, lane)
                 done = now
 
-                tile_at = u32(base + stage * u32(X_STAGE))
+                tile_at = u32(tokens + stage * u32(X_STAGE >> 4))
                 acc = multiply_first(acc, even, tile_at)
                 now = u32(freed + stage * u32(8))
                 stage, phase = advance(stage, phase)
                 mbarrier_wait(full + stage * u32(8), phase)
-                codes = load_codes(u32(slot + stage * u32(W_STAGE)), local, row)
+                codes = load_codes(slot, stage * u32(W_STAGE), local, row)
                 acc, odd = rest3(acc, even, tile_at, odd, codes, shared_scales, never, base, done, lane)
                 done = now
 
-                tile_at = u32(base + stage * u32(X_STAGE))
+                tile_at = u32(tokens + stage * u32(X_STAGE >> 4))
                 acc = multiply_first(acc, odd, tile_at)
                 now = u32(freed + stage * u32(8))
                 stage, phase = advance(stage, phase)
@@ -133,7 +135,7 @@ def _loop_of_kind(gemm: WgmmaGemm, name: str) -> Any:
                 mbarrier_wait_if(full + stage * u32(8), phase, left)
                 at = u32(slot + stage * u32(W_STAGE))
                 shared_scales = header(at, row)
-                codes = load_codes(at, local, row)
+                codes = load_codes(slot, stage * u32(W_STAGE), local, row)
                 acc, even = rest0(acc, odd, tile_at, even, codes, shared_scales, never, base, done, lane)
                 done = now
             acc = wait_all(acc)
@@ -141,14 +143,14 @@ def _loop_of_kind(gemm: WgmmaGemm, name: str) -> Any:
             release(done, lane + idle)
             if TAIL:
                 for _ in range(count & u32(3)):
-                    acc = multiply(acc, even, base + stage * u32(X_STAGE))
+                    acc = multiply(acc, even, u32(tokens + stage * u32(X_STAGE >> 4)))
                     acc = wait_all(acc)
                     keep(even, never, base)
                     release(u32(freed + stage * u32(8)), lane)
                     stage, phase = advance(stage, phase)
                     left = u32(left - u32(1))
                     mbarrier_wait_if(full + stage * u32(8), phase, left)
-                    codes = load_codes(u32(slot + stage * u32(W_STAGE)), local, row)
+                    codes = load_codes(slot, stage * u32(W_STAGE), local, row)
                     even = convert(codes, shared_scales)
         return acc, stage, phase
 

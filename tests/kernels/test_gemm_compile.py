@@ -120,7 +120,7 @@ def test_fragment_code_of_every_kind(name: str) -> None:
             thread = types.uint32(cuda.threadIdx.x)
             row = thread >> types.uint32(2)
             scales = header(base, row)
-            codes = load(base, thread, row)
+            codes = load(base, types.uint32(0), thread, row)
             keep(first(codes, scales), never, base)
             keep(last(codes, scales), never, base)
 
