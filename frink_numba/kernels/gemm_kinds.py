@@ -323,15 +323,18 @@ def _scales_k4(m: Any, base: Any, row: Any, step: int, header: Sequence[Any]) ->
     return _spread(m, both, 2)
 
 
-def _header_d(m: Any, base: Any, row: Any) -> list[Any]:
-    return [m.load16(base + row * 2), m.load16(base + (row + 8) * 2)]
+def _header_q6(m: Any, base: Any, row: Any) -> list[Any]:
+    """d, with 0x6400 above it: the step's scales take 0x64 from there, so that nobody holds a register for it."""
+    return [m.load16(base + (row + 8 * side) * 2) | 0x64000000 for side in range(2)]
 
 
 def _scales_q6(m: Any, base: Any, row: Any, step: int, header: Sequence[Any]) -> Iterator[BlockScale]:
     """Q6_K: a signed byte (plus 128) for every 16 columns; offset 32."""
     words = [m.load32(base + (row + 8 * side) * 4) for side in range(2)]
     for first in (0, 2):
-        d = [_times(m, _two_bytes(m, words[i], first, 0x64), 128, m.low(header[i])) for i in range(2)]
+        # Bytes `first` and `first` + 1, one in each half, below the 0x64 of the header.
+        magic = [m.permute(words[i], header[i], 0x7170 + 0x0202 * first // 2) for i in range(2)]
+        d = [_times(m, magic[i], 128, m.low(header[i])) for i in range(2)]
         yield from _spread(m, _with_offsets(m, d, 32, 4))
 
 
@@ -399,7 +402,7 @@ _ROWS = (
     FragmentKind("Q3_K", 4, 14, 0, (8, 4), 2, 118, _codes3(0), _header_q3, _scales_q3),
     FragmentKind("Q4_K", 4, 16, 0, (16,), 4, 54, _codes4(0), _header_k4, _scales_k4),
     FragmentKind("Q5_K", 4, 16, 0, (16, 4), 5, 66, _codes5(0), _header_k4, _scales_k4),
-    FragmentKind("Q6_K", 4, 2, 4, (16, 8), 4, 66, _codes6(4), _header_d, _scales_q6),
+    FragmentKind("Q6_K", 4, 2, 4, (16, 8), 4, 66, _codes6(4), _header_q6, _scales_q6),
     FragmentKind("IQ4_XS", 4, 8, 0, (16,), 0, 112, _codes_iq4(0), _header_iq4, _scales_iq4),
     FragmentKind("half", 1, 0, 0, (64,), 0, 0, _half_codes),
 )
