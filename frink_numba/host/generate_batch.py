@@ -96,7 +96,7 @@ class BatchGeneration(Iterator[tuple[int, Piece]]):
                         answer.cache.advance()
                     piece = answer.add(tokens[place])
                     if answer.finish_reason is not None and not self._keep:
-                        answer.cache = self._decoder.new_cache()  # its rows may be many
+                        answer.cache = answer.cache.blank()  # its rows may be many
                     yield number, piece
             going = [number for number in [*going, *fresh] if self.answers[number].finish_reason is None]
 

@@ -47,6 +47,13 @@ class KVCache(Sequence[LayerKV]):
         self._layers = tuple(LayerKV(self._shared, index, layer) for index, layer in enumerate(layers))
         self._places: tuple[int, Places] | None = None  # at so many moves
 
+    def blank(self) -> KVCache:
+        """An empty cache like this one: for the same layers, of the same length and dtype, its memory of the same kind.
+
+        It takes none yet, and asks nobody, so that it can be had when a decoder is closed.
+        """
+        return KVCache(self.layers, self.context_length, dtype=self.dtype, allocate=self._shared.allocate)
+
     def __len__(self) -> int:
         return len(self._layers)
 

@@ -110,6 +110,21 @@ def test_rows_go_with_an_answer_that_nobody_keeps(text_decoder):
     assert sum(answer.cache.nbytes for answer in batch.answers) == 0
 
 
+@pytest.mark.parametrize("close", [lambda decoder: decoder.close(), lambda decoder: decoder.model.close()])
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_decoder_closed_in_the_middle_takes_no_piece_that_was_chosen(text_decoder, kept, close):
+    """What the last step chose is handed out, the last pieces included; whoever keeps rows or not."""
+    caches = [text_decoder.new_cache() for _ in PROMPTS] if kept else None
+    want = [alone(text_decoder, prompt, max_new_tokens=3)[1] for prompt in PROMPTS]
+    batch, shown = text_decoder.generate_batch(PROMPTS, max_new_tokens=3, caches=caches), [""] * len(PROMPTS)
+    for number, piece in batch:
+        shown[number] += piece.text
+        if number == 0 and len(batch.answers[0].tokens) == 3:
+            close(text_decoder)
+    assert shown == [answer.text for answer in batch.answers] == want
+    assert {answer.finish_reason for answer in batch.answers} == {"length"}
+
+
 def test_room_is_for_what_answers_usually_need(text_decoder, monkeypatch):
     """Much `max_new_tokens` asks for no memory until an answer is long; it then grows, and stays what it is alone."""
     monkeypatch.setattr(generate_batch, "_ROOM_AT_ONCE", 4)

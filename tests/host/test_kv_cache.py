@@ -40,6 +40,20 @@ def test_capacity_doubles_up_to_the_context() -> None:
         cache.push(draw(cache, 1))
 
 
+def test_a_blank_cache_is_like_the_one_it_is_of() -> None:
+    """Same layers, length, dtype and source of memory, which is asked for nothing until there are rows."""
+    asked = []
+    cache = KVCache(layers(0, 3), 40, dtype=np.float16, allocate=lambda n: asked.append(n) or np.empty(n, np.uint8))
+    rows = draw(cache, 5)
+    cache.push(rows)
+    before, blank = sum(asked), cache.blank()
+    assert (blank.layers is cache.layers, blank.context_length, blank.dtype) == (True, 40, np.float16)
+    assert (blank.positions, blank.nbytes, sum(asked)) == (0, 0, before)
+    blank.push(rows)
+    assert sum(asked) == 2 * before
+    assert (cache.positions, blank.positions) == (5, 5)
+
+
 def test_prefix_is_a_read_only_view() -> None:
     cache = KVCache(layers(0), 10)
     cache.push(draw(cache, 2))
