@@ -27,7 +27,7 @@ from frink_numba.host.integers import checked_integer, shown
 from frink_numba.host.kv_cache import KVCache
 from frink_numba.host.model import Model
 from frink_numba.host.parts import Output, Part
-from frink_numba.host.sampling import most_likely
+from frink_numba.host.sampling import NOT_NUMBERS, most_likely
 from frink_numba.host.step_runner import StepRunner
 from frink_numba.layer import Layer
 from frink_numba.plan import CacheAt, Plan
@@ -183,8 +183,8 @@ class Decoder:
 
         `ahead` n: where a backend chooses tokens by itself, an output's `tokens` are the likeliest next one, the one
         behind that, and so on: 1 to n, as many as all contexts have room for; `logits` are None then, and the rows of
-        all but the last are pushed too. `stage`: rows are written, and do not count until `cache.advance` says so.
-        FrinkError where a backend finds logits that are not numbers.
+        all but the last are pushed too. Where logits are not numbers its tokens end; without any, its cache stays as it
+        was. `stage`: rows are written, and do not count until `cache.advance` says so.
         """
         layers, context = self._open().layers, self.model.context_length
         ids = checked_tokens(tokens, self.model.vocab_size)
@@ -235,6 +235,8 @@ class Decoder:
         self._run([part])
         assert output.logits is not None
         chosen = [most_likely(output.logits[:choices])] if part.chosen is None else part.tokens()
+        if not chosen:
+            raise FrinkError(NOT_NUMBERS)
         if not stage:
             cache.advance(len(chosen))
         return chosen
@@ -274,7 +276,8 @@ class Decoder:
         """Continue several prompts together: an iterator of (prompt's number, `Piece`). See `BatchGeneration`.
 
         Arguments as in `generate`, and each answer is what it would be alone, but for rounding. `caches`: continue
-        behind what they hold, one a prompt; without, an answer's rows go when it ends.
+        behind what they hold, one a prompt; without, an answer's rows go when it ends. An answer whose logits are not
+        numbers ends with an `error`; the iterator raises it, with the prompt's number, when the others have ended.
         """
         from frink_numba.host.generate import encode_prompt
         from frink_numba.host.generate_batch import BatchGeneration

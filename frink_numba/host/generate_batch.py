@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from frink_numba.errors import FrinkError
 from frink_numba.host.answer import Answer, Piece
 from frink_numba.host.batch import MOST_SEQUENCES
 from frink_numba.host.checks import about
 from frink_numba.host.integers import checked_integer
-from frink_numba.host.sampling import Sampler, Sampling, most_likely
+from frink_numba.host.sampling import NOT_NUMBERS, Sampler, Sampling, are_numbers, most_likely
 from frink_numba.host.token_source import MOST_AHEAD, Pace
 
 if TYPE_CHECKING:
@@ -26,10 +27,19 @@ _AHEAD_OF_WAITING = 8  # tokens, while prompts wait: an answer that ends leaves 
 
 
 class BatchAnswer(Answer):
-    """One of several answers; `text`: what of it can be shown so far."""
+    """One of several answers; `text`: what of it can be shown so far.
+
+    `error`: why no token follows, where that is no `finish_reason`: the logits were not numbers.
+    """
 
     text = ""
+    error: FrinkError | None = None
     sampler: Sampler | None = None  # None: the likeliest token
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing follows, for either reason."""
+        return self.finish_reason is not None or self.error is not None
 
     def add(self, token: int) -> Piece:
         piece = super().add(token)
@@ -43,6 +53,9 @@ class BatchGeneration(Iterator[tuple[int, Piece]]):
     `answers`: one a prompt, in their order, each with its `text`, `tokens`, `finish_reason` and more (see `Answer`).
     Up to MOST_SEQUENCES go on together; where one ends, the next prompt begins. Each piece counts one row in its cache,
     so that this may be left at any piece.
+
+    Logits that are not numbers end the answer that they belong to, which keeps what it has and says so in its `error`.
+    The others go on; when they have ended, the iterator raises FrinkError, which names the prompt.
     """
 
     def __init__(
@@ -95,10 +108,10 @@ class BatchGeneration(Iterator[tuple[int, Piece]]):
                             continue
                         answer.cache.advance()
                     piece = answer.add(tokens[place])
-                    if answer.finish_reason is not None and not self._keep:
-                        answer.cache = answer.cache.blank()  # its rows may be many
+                    self._let_go(answer)
                     yield number, piece
-            going = [number for number in [*going, *fresh] if self.answers[number].finish_reason is None]
+            going = [number for number in [*going, *fresh] if not self.answers[number].ended]
+        self._report()
 
     def _begin(self, numbers: Sequence[int], chunk_size: int | None, progress: Progress | None) -> list[list[int]]:
         """Run prompts; the first token of each answer, alone in a list."""
@@ -133,15 +146,34 @@ class BatchGeneration(Iterator[tuple[int, Piece]]):
             stage=True,
         )
         chosen = [self._chosen(answer, output) for answer, output in zip(answers, outputs, strict=True)]
-        self._steps.took(max(map(len, chosen)), time.perf_counter() - start)
+        self._steps.took(max(1, *map(len, chosen)), time.perf_counter() - start)
         return chosen
 
     def _chosen(self, answer: BatchAnswer, output: Output) -> list[int]:
-        if output.tokens is not None:
-            return output.tokens
-        assert output.logits is not None
-        logits: np.ndarray = output.logits[: self._vocabulary]
-        return [most_likely(logits) if answer.sampler is None else answer.sampler.choose(logits)]
+        """The answer's next tokens; none, and its `error`, where the logits are not numbers."""
+        tokens = output.tokens
+        if tokens is None:
+            assert output.logits is not None
+            logits: np.ndarray = output.logits[: self._vocabulary]
+            choose = most_likely if answer.sampler is None else answer.sampler.choose
+            tokens = [choose(logits)] if are_numbers(logits) else []
+        if not tokens:
+            answer.error = FrinkError(NOT_NUMBERS)
+            self._let_go(answer)
+        return tokens
+
+    def _let_go(self, answer: BatchAnswer) -> None:
+        """Drop the rows of an answer that has ended, where nobody keeps them: they may be many."""
+        if answer.ended and not self._keep:
+            answer.cache = answer.cache.blank()
+
+    def _report(self) -> None:
+        """FrinkError, when all have ended, for those that an error ended."""
+        failed = [(number, answer.error) for number, answer in enumerate(self.answers) if answer.error is not None]
+        if failed:
+            number, error = failed[0]
+            others = f" (and {len(failed) - 1} more, whose answers have an `error`)" if len(failed) > 1 else ""
+            raise FrinkError(f"prompt {number}{others}: {error}")
 
     @staticmethod
     def _room(answer: BatchAnswer) -> int:

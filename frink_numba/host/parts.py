@@ -8,11 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from frink_numba.backend import Edges, Step
-from frink_numba.errors import FrinkError
 from frink_numba.host.edges import embed
 from frink_numba.host.kv_cache import KVCache
 from frink_numba.host.model import Model
-from frink_numba.host.sampling import NOT_NUMBERS
 from frink_numba.layer import Layer
 
 
@@ -23,7 +21,7 @@ class Output:
     `logits` float32: [vocab] of the last token, [n, vocab] of all, or None. `hidden`: for each layer asked for the
     hidden batch that it hands on, float32 [n, hidden], before the final norm. `scores`: of each target that was given,
     the natural logarithm of its probability, float64 [n]. `tokens`: the likeliest one and those behind it, where these
-    alone were asked for.
+    alone were asked for; none where the logits are not numbers.
     """
 
     logits: np.ndarray | None = None
@@ -76,12 +74,10 @@ class Part:
         return logits[None] if self.last == len(self.ids) else None
 
     def tokens(self) -> list[int]:
-        """What was chosen, but what comes from logits that are no numbers; FrinkError where that is all."""
+        """What was chosen, but what comes from logits that are no numbers: maybe none."""
         assert self.chosen is not None  # a backend has gone ahead
         unknown = np.flatnonzero(self.chosen < 0)
         tokens: list[int] = self.chosen[: unknown[0] if len(unknown) else None].tolist()
-        if not tokens:
-            raise FrinkError(NOT_NUMBERS)
         return tokens
 
     def step(self, layers: Sequence[Layer], edges: Edges | None, model: Model) -> Step:

@@ -61,9 +61,14 @@ class Sampling:
 NOT_NUMBERS = "the logits are not numbers: the model's weights or a backend are at fault"
 
 
+def are_numbers(logits: np.ndarray) -> bool:
+    """Whether none of the logits is NaN."""
+    return not math.isnan(logits.max())
+
+
 def check_logits(logits: np.ndarray) -> None:
     """FrinkError for logits with NaN."""
-    if math.isnan(logits.max()):
+    if not are_numbers(logits):
         raise FrinkError(NOT_NUMBERS)
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
 
 import numpy as np
 import pytest
 
 from frink_numba import registry
 from frink_numba.cuda.backend import CudaBackend
+from frink_numba.errors import FrinkError
 from frink_numba.host import token_source
 from frink_numba.host.decoder import Decoder
 from frink_numba.host.load import load
 from frink_numba.host.model import Model
 from frink_numba.layer import Layer
+from tests.cuda import fake_tensor_kernels as compute
 from tests.cuda.fake_gpu import FakeRuntime
 from tests.cuda.fake_tensor import tensor_device
 from tests.golden.tiny_gguf import write
@@ -155,6 +158,53 @@ def test_steps_behind_groups_stay_within_the_budget(budget: int, on_device, monk
     for cache in caches:
         decoder.prefill([65 + number % 9 for number in range(256)], cache)
         assert runtime.held <= budget
+
+
+@pytest.fixture
+def spoilt(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[int, int]], None]:
+    """spoilt({n: row}): in the n-th choice, counted from 1, the row's logits are not numbers."""
+
+    def spoilt(rows: Mapping[int, int]) -> None:
+        real, calls = compute.argmax, count(1)
+
+        def argmax(memory, variant, blocks, a):
+            row = rows.get(next(calls))
+            if row is not None:
+                memory(a.logits, (row + 1, a.pitch), np.float32)[row, 7] = np.nan
+            real(memory, variant, blocks, a)
+
+        monkeypatch.setattr(compute, "argmax", argmax)
+
+    return spoilt
+
+
+@pytest.mark.parametrize("rows", [{1: 1}, {2: 1}, {4: 1, 6: 1}, {6: 1}, {8: 1, 10: 0}], ids=str)
+def test_logits_that_are_no_numbers_end_their_answer_alone(rows: Mapping[int, int], on_device, spoilt):
+    """At the begin of a block or within it: the tokens before them stay, and the others go on together."""
+    want = tokens_of(on_device()[0])
+    spoilt(rows)
+    decoder, _ = on_device()
+    caches = [decoder.new_cache() for _ in PROMPTS]
+    batch = decoder.generate_batch(PROMPTS, max_new_tokens=NEW, caches=caches)
+    with pytest.raises(FrinkError, match=r"^prompt 1: the logits are not numbers"):
+        list(batch)
+    at = min(rows)
+    assert [answer.tokens for answer in batch.answers] == [want[0], want[1][:at], *want[2:]]
+    assert [answer.finish_reason for answer in batch.answers] == ["length", None, "length", "length"]
+    for prompt, answer in zip(PROMPTS, batch.answers, strict=True):
+        assert answer.cache.positions == len(prompt) + len(answer.tokens) - 1
+
+
+def test_a_member_whose_logits_are_no_numbers_has_no_tokens(on_device, spoilt):
+    """R10: `decode_batch` leaves its cache as it was, and counts the rows of the others."""
+    spoilt({1: 1})
+    decoder, _ = on_device()
+    caches = [decoder.new_cache() for _ in PROMPTS]
+    decoder.prefill_batch(PROMPTS, caches)
+    outputs = decoder.decode_batch([65] * len(PROMPTS), caches, ahead=3)
+    sizes = [len(output.tokens) for output in outputs]
+    assert sizes == [3, 0, 3, 3]
+    assert [cache.positions for cache in caches] == [len(p) + n for p, n in zip(PROMPTS, sizes, strict=True)]
 
 
 def test_texts_are_scored_on_the_device(model: Model, on_device):

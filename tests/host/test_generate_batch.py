@@ -11,6 +11,7 @@ from frink_numba.errors import CacheError, Cancelled, FrinkError, PromptError, S
 from frink_numba.host import generate_batch
 from frink_numba.host.generate_batch import BatchGeneration
 from frink_numba.host.kv_cache import KVCache
+from frink_numba.host.sampling import NOT_NUMBERS
 from tests.golden.tiny_text import BOS
 
 PROMPTS = ["the quick brown fox", "a", [BOS, *b"jumps over"], "the lazy dog, and then some more of it", "!?", "zzz"]
@@ -198,20 +199,66 @@ def test_bad_arguments_are_refused_before_the_first_token(text_decoder, prompts,
         text_decoder.generate_batch(prompts, **arguments)
 
 
-def test_logits_that_are_no_numbers_are_an_error(text_decoder, monkeypatch):
-    batch = text_decoder.generate_batch(PROMPTS[:2], max_new_tokens=3)
-    next(batch)
-    real = text_decoder.decode_batch
+@pytest.fixture
+def spoil(text_decoder, monkeypatch):
+    """spoil(cache, positions): the logits behind so many positions of the cache, or more, are not numbers."""
 
-    def spoilt(*given, **how):
-        outputs = real(*given, **how)
-        outputs[1].logits[3] = np.nan
-        return outputs
+    def spoil(cache, positions):
+        def spoilt(real, caches, outputs):
+            for output, held in zip(outputs, caches, strict=True):
+                if held is cache and held.positions + held.staged >= positions:
+                    output.logits[3] = np.nan
+            return outputs
 
-    monkeypatch.setattr(text_decoder, "decode_batch", spoilt)
-    next(batch)
-    with pytest.raises(FrinkError, match="not numbers"):
-        next(batch)
+        for name in ("prefill_batch", "decode_batch"):
+            real = getattr(text_decoder, name)
+            monkeypatch.setattr(
+                text_decoder, name, lambda ids, caches, r=real, **how: spoilt(r, caches, r(ids, caches, **how))
+            )
+
+    return spoil
+
+
+@pytest.mark.parametrize("most", [1, 2, 64])
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.7, "seed": 3}])
+@pytest.mark.parametrize("before", [0, 1, 3])
+def test_logits_that_are_no_numbers_end_their_answer_alone(text_decoder, spoil, monkeypatch, how, before, most):
+    """Its tokens before them stay, its cache holds their rows, the others are what they are alone; then it is said."""
+    monkeypatch.setattr(generate_batch, "MOST_SEQUENCES", most)
+    caches = [text_decoder.new_cache() for _ in PROMPTS]
+    batch = text_decoder.generate_batch(PROMPTS, max_new_tokens=6, caches=caches, **how)
+    bad = batch.answers[1]
+    spoil(bad.cache, len(bad.prompt_tokens) + before)
+    with pytest.raises(FrinkError, match=r"^prompt 1: the logits are not numbers"):
+        finished(batch)
+    for prompt, answer in zip(PROMPTS, batch.answers, strict=True):
+        want, text = alone(text_decoder, prompt, max_new_tokens=before or 1 if answer is bad else 6, **how)
+        assert answer.tokens == want.tokens[: before if answer is bad else None]
+        if answer is not bad:
+            assert (answer.text, answer.finish_reason, answer.error) == (text, "length", None)
+    assert bad.cache.positions == len(bad.prompt_tokens) + max(0, before - 1)
+    assert (bad.finish_reason, str(bad.error)) == (None, NOT_NUMBERS)
+    assert list(batch) == []
+
+
+def test_several_answers_that_fail_are_said_once(text_decoder, spoil):
+    """The first is named; each says why for itself. Nobody keeps their rows."""
+    batch = text_decoder.generate_batch(PROMPTS, max_new_tokens=6)
+    for number, before in ((2, 4), (4, 0)):
+        spoil(batch.answers[number].cache, len(batch.answers[number].prompt_tokens) + before)
+    with pytest.raises(FrinkError, match=r"^prompt 2 \(and 1 more, .*\): the logits are not numbers"):
+        finished(batch)
+    assert [answer.error is not None for answer in batch.answers] == [False, False, True, False, True, False]
+    assert [len(answer.tokens) for answer in batch.answers] == [6, 6, 4, 6, 0, 6]
+    assert sum(answer.cache.nbytes for answer in batch.answers) == 0
+
+
+def test_an_answer_that_failed_is_not_said_when_the_reader_leaves(text_decoder, spoil):
+    batch = text_decoder.generate_batch(PROMPTS, max_new_tokens=6)
+    spoil(batch.answers[0].cache, 0)
+    assert next(batch)[0] == 1
+    batch.close()
+    assert batch.answers[0].error is not None
 
 
 @pytest.mark.parametrize("change", ["truncated", "grown"])
