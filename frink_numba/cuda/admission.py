@@ -87,7 +87,7 @@ class Admission:
         return {number for number, admitted in self._walk().admitted.items() if admitted}
 
     def spare(self, step: Step) -> int:
-        """Bytes of the budget that would be left, at least 0, if all layers and K/V rows were there beside what is."""
+        """Bytes of the budget left, at least 0, if all layers, edges and K/V rows were there beside what is."""
         body = self._device.body
         rows, positions = body.mirrored_bytes, step.start_pos + step.rows
         for number in self._bytes:
@@ -95,7 +95,7 @@ class Admission:
             rows += self.mirror(number, step)
             if body.room(cache) >= positions:  # else they move, and what they leave is kept for other caches
                 rows -= body.mirror_held(cache)
-        return max(0, self._device.memory.bytes() - self.total - self.edges_held(step) - self._others() - rows)
+        return max(0, self._device.memory.bytes() - self.total - self._edges(step) - self._others() - rows)
 
     def edges_held(self, step: Step) -> int:
         """Bytes of the embedding and the output matrix, where these are on the device already."""
@@ -103,6 +103,11 @@ class Admission:
         if edges is None or not self._device.bank.holds(edges, self._holder):
             return 0
         return self._device.body.edges_bytes(edges)
+
+    def _edges(self, step: Step) -> int:
+        """Bytes of the embedding and the output matrix, there or not yet; 0 where the device does not do them."""
+        edges, body = step.edges, self._device.body
+        return 0 if edges is None or body.why_not_edges(edges) is not None else body.edges_bytes(edges)
 
     def _others(self) -> int:
         return self._device.bank.bytes_of_others(self._holder)

@@ -121,19 +121,25 @@ def test_later_steps_and_their_plans(on) -> None:
         assert engine.device.held_bytes == memory.total, batch
 
 
-def test_edges_that_do_not_fit_are_not_in_the_plan(on) -> None:
-    """A budget for everything but them, then a byte less than with them, then all."""
+@pytest.mark.parametrize("batch", [1, 40, 300])
+def test_edges_that_do_not_fit_are_not_in_the_plan(batch: int, on) -> None:
+    """A byte less than a first step with them needs, then just that, then more: spare scratch takes what they leave."""
     engine = on(tensor_device())
-    whole = engine.planned(40)
+    whole = engine.planned(batch)
+    exact = engine.device.body.scratch(LAYERS).nbytes(batch, 0, engine.edges, 1)
+    spare = whole.scratch - exact
+    assert spare > 0
     engine.walk.close()
-    for budget, has_edges in ((whole.total - 1, False), (whole.total, True)):
+    for left in (-1, 0, spare // 2, spare):
         engine = on(tensor_device())
-        engine.device.memory.lower(budget)
-        memory = engine.planned(40)
-        assert (memory.edges > 0) is has_edges
-        assert memory.budget == budget
-        engine.run(40)
-        assert engine.device.runtime.held == memory.total <= budget
+        engine.device.memory.lower(whole.total - spare + left)
+        memory = engine.planned(batch)
+        assert (memory.edges > 0) is (left >= 0)
+        assert memory.scratch == exact + max(0, left)
+        assert memory.budget == whole.total - spare + left
+        run = engine.walk.run(engine.step(batch))
+        assert (run.logits is not None) is (left >= 0), "the host makes the logits of a step that could have had them"
+        assert engine.device.runtime.held == memory.total <= memory.budget
 
 
 def test_layers_that_do_not_fit_run_on_the_host(on) -> None:
