@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.golden.tiny import VARIANTS
+from tests.golden.tiny import VARIANTS, Variant
 from tests.golden.tiny_gguf import Content, content
 
 BOS, EOS, END_OF_TURN, QU = 256, 257, 258, 259
@@ -13,9 +13,9 @@ PADDED = 264  # rows of the embedding
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}<|eot_id|>{% endfor %}bot:"
 
 
-def text_content() -> Content:
-    """The GGUF content; BOS goes before a text."""
-    file = content(replace(VARIANTS["llama_grouped"], vocab=PADDED))
+def text_content(variant: Variant = VARIANTS["llama_grouped"]) -> Content:
+    """The GGUF content of a variant with this vocabulary; BOS goes before a text."""
+    file = content(replace(variant, vocab=PADDED))
     file.metadata |= {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
