@@ -176,9 +176,7 @@ def build(variant: FewGemm) -> Any:
                         named_barrier(side + u32(1), u32(128))
                         for octet in range(part, octets, parts):
                             token = u32(octet) << u32(3)
-                            share = no_share()
-                            for i in range(u32(0), parts, u32(TOGETHER)):
-                                share = add_parts(share, sums + u64(u32(octet)) * u64(2048), local, u32(i), parts)
+                            # On their way from memory together with the parts.
                             mine = u64(min(u32(token + local), u32(m - u32(1)))) * u64(4)
                             scale = load_float(token_scale + mine)
                             norm = f32(0.0)
@@ -187,6 +185,9 @@ def build(variant: FewGemm) -> Any:
                                 norm = load_float(token_norm + mine)
                                 if slab == 0:
                                     write_scale = out_scale + u64(token) * u64(4)
+                            share = no_share()
+                            for i in range(u32(0), parts, u32(TOGETHER)):
+                                share = add_parts(share, sums + u64(u32(octet)) * u64(2048), local, u32(i), parts)
                             store(
                                 share, local, side + u32(1), staging, scales, out_map, slab * u32(COLUMNS), token,
                                 scale_a, scale_b, bias_a, bias_b, (scale, scale), (norm, norm), write_scale, m, c2, c1,
