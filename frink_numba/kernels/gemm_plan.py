@@ -16,15 +16,15 @@ from frink_numba.kernels.gemm_kinds import FragmentKind
 
 # Consumer groups of a block, and the tokens of its tile.
 TILES = {
-    1: (16, 32, 64, 96, 128),
-    2: (16, 32, 64, 104, 128, 176, 192, 256),
+    1: (16, 24, 32, 64, 72, 96, 128),
+    2: (16, 32, 64, 104, 128, 160, 176, 192, 256),
     3: (64, 128),
 }
 # Each tile is a kernel to compile, for each kind and epilogue that meets it. Those beside the common ones serve numbers
 # of tokens that come again, as whole chunks of a prompt do, and must gain something.
 COMMON = {1: (32, 64, 128), 2: (16, 64, 128, 256), 3: (128,)}
 _COMES_AGAIN = 128  # a multiple of it
-_RARE = 1.02
+_RARE = 1.01
 
 TOKEN_TILES = tuple(sorted({t for tiles in TILES.values() for t in tiles}))
 
@@ -35,17 +35,17 @@ _TOKEN, _FEWER, _FEWER_DIRECT = 1.33, 8.0, 20.0
 _IDLE_GAIN = 0.4  # of a step, as idle multiprocessors leave their power to the others
 _CLOCK = 1 / 1.75
 _STEP, _OPERATION = 182.0, 2.48  # clocks of a group's step beside its products, and what each operation adds
-_CROWDED = 1.35  # with three groups, which leave each other fewer issue slots
+_CROWDED = 1.43  # with three groups, which leave each other fewer issue slots
 _NORM = 6  # how sharply the larger of the two counts
 _BYTE = 1 / 95  # from the L2 cache to a multiprocessor
 _START, _START_SHARED = 3000.0, 2200.0  # a launch; where two blocks share a multiprocessor, so that launches overlap
 _TILE_END, _CHUNK, _CHUNK_TOKEN = 250.0, 120.0, 4.5
 _PART, _PART_PER_TOKEN = 1400.0, 2.3  # a partial tile, written or added
 _PART_SHARED = 1.6  # where two blocks share a multiprocessor
-_REST_CUT = 1.03  # codes to be converted, and some blocks are idle while others cut the rest
-_UNEVEN = {1: 1.045, 2: 1.01}  # blocks out of step share less of what the L2 cache holds
-_SPLIT_BYTES, _SPLIT_PENALTY = 24 << 20, 1.15  # much less where the activations alone are as large as half of it
-_MANY_TOKENS, _OTHER_CLUSTER = 1024, 1.01  # two blocks share tokens where there are many, else not
+_REST_CUT = 1.02  # codes to be converted, and some blocks are idle while others cut the rest
+_UNEVEN = {1: 1.045, 2: 1.0}  # blocks out of step share less of what the L2 cache holds
+_SPLIT_BYTES, _SPLIT_PENALTY = 24 << 20, 1.04  # still less where the activations alone are as large as half of it
+_MANY_TOKENS, _OTHER_CLUSTER = 4096, 1.01  # two blocks share tokens where there are many, else not
 _LONE_SLAB = 1.03  # a slab that shares its tokens with no other
 _LEAST_GROUPS = 2  # of four steps, a block of a split tile
 
@@ -173,7 +173,7 @@ def layouts(
         )
 
     whole_tile = steps * step + tile_end
-    big = _SPLIT_PENALTY if m * cols * 2 > _SPLIT_BYTES else 1.0
+    uneven = _UNEVEN[cluster] * (_SPLIT_PENALTY if m * cols * 2 > _SPLIT_BYTES else 1.0)
     waves, rest = divmod(tiles, places)
     yield plan(min(tiles, places), 0, 1, -(-tiles // places) * (steps * step_of(busy) + tile_end))
     part = (1.0 if resident == 1 else _PART_SHARED) * (_PART + _PART_PER_TOKEN * groups * tokens)
@@ -184,14 +184,14 @@ def layouts(
         time = waves * whole_tile + own + tile_end + part * (1 + parts) / 2
         if waves and max(kind.operations, behind.kind.operations if behind else 0):
             time *= _REST_CUT
-        yield plan(places if waves else rest * parts, rest, rest * parts, time * big)
+        yield plan(places if waves else rest * parts, rest, rest * parts, time)
     split_tiles = tiles if waves <= 1 else rest + places
     workers = min(places, split_tiles * step_groups // _LEAST_GROUPS)
     if workers > split_tiles or (waves and workers == places):
         own = -(-split_tiles * step_groups // workers) * 4 * step
         parts = 1 + -(-workers // split_tiles)
         time = (tiles - split_tiles) // places * whole_tile + own + parts * part + 2 * tile_end
-        yield plan(workers if not waves else places, split_tiles, workers, time * big * _UNEVEN[cluster])
+        yield plan(workers if not waves else places, split_tiles, workers, time * uneven)
 
 
 def _step(kind: FragmentKind, tokens: int, cluster: int, groups: int, crowd: int, busy: float) -> float:

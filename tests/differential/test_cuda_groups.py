@@ -42,14 +42,12 @@ def steps_over(size: str, caches, sizes, seed: int, **fields) -> list[Step]:
 
 
 def alone(backend: CudaBackend, step: Step, copy: KVCache):
-    """The step by itself, over a cache with the same rows; they are pushed there."""
+    """The step by itself, over a cache with the same rows: (logits, the new rows)."""
     one = Step(step.layers, copy, copy.positions, step.batch, tokens=step.tokens, edges=step.edges,
                lookup=step.lookup, logits=step.logits)  # fmt: skip
     run = backend.run(0, len(step.layers), one)
     assert run is not None
-    rows = [part.copy() for pair in run.kv_rows for part in pair]
-    copy.push(run.kv_rows)
-    return run.logits.copy(), rows
+    return run.logits.copy(), [part.copy() for pair in run.kv_rows for part in pair]
 
 
 def check(name: str, got: np.ndarray, want: np.ndarray) -> None:
@@ -85,7 +83,8 @@ def test_a_group_equals_its_sequences_alone(size: str, tier: str):
                 check(f"{where}: logits", run.logits, logits)
                 for part, (got, want) in enumerate(zip((p for pair in run.kv_rows for p in pair), rows, strict=True)):
                     check(f"{where}: rows {part}", got, want)
-                step.caches.push(run.kv_rows)
+                for cache_ in (step.caches, copy):  # each group is compared over equal rows
+                    cache_.push(run.kv_rows)
         assert backend.stats.prefix_up == 0
     finally:
         backend.close()

@@ -229,19 +229,24 @@ def test_where_a_part_of_the_grid_has_room(kernels: TensorKernels, case: Any, le
     )
     cuda.synchronize()
     holder, stream, third = (cuda.stream() for _ in range(3))
-    ended = cuda.event(timing=False)
+
+    def holds() -> bool:
+        (state,) = driver.cuStreamQuery(int(holder.handle))
+        return state == driver.CUresult.CUDA_ERROR_NOT_READY
+
     kernel.bind(kernels.gemms.multiprocessors - left, address(let_go), 2_000_000_000)(int(holder.handle))
-    ended.record(holder)
     time.sleep(0.002)
+    begun = time.perf_counter()
+    before = holds()
     for _ in range(3):
         made.launch(int(stream.handle))
     stream.synchronize()
-    (alone,) = driver.cuEventQuery(int(ended.handle))
+    after, took = holds(), time.perf_counter() - begun
     let_go.copy_to_device(np.ones(1, np.uint32), stream=third)
     cuda.synchronize()
     shelf.close()
-    not_yet = driver.CUresult.CUDA_ERROR_NOT_READY
-    assert alone == not_yet, "the multiprocessors were free before the products ended"
+    assert before, "the multiprocessors were not held when the products began"
+    assert after, f"the multiprocessors were free before the products ended, {took:.3f} s after they began"
     same(apart.read(), made.read())
 
 
