@@ -16,7 +16,7 @@ from frink_numba.kernels.gemm_kinds import FragmentKind
 
 # Consumer groups of a block, and the tokens of its tile.
 TILES = {
-    1: (16, 24, 32, 64, 72, 96, 128),
+    1: (16, 32, 64, 96, 128),
     2: (16, 32, 64, 104, 128, 160, 176, 192, 256),
     3: (64, 128),
 }
