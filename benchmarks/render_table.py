@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECEIPTS = ROOT / "benchmarks" / "receipts"
 CHART = ROOT / "docs" / "prefill.svg"
 FIGURES = ROOT / "docs" / "figures.md"
-KERNELS = ("gemm", "attention", "decode-kernels")  # figures of single kernels stand on their pages in docs/kernels
+KERNELS = ("gemm", "read-floor", "attention", "decode-kernels")  # single kernels stand on pages in docs/kernels
 TIMELINE = "timeline"
 SANITIZER = "sanitizer"  # no figures
 
