@@ -33,6 +33,7 @@ gemms.half_rows(0, 1, 32, HalfRows(0, 0, 0))
 for kind, rows, cols, gated, half in {cases}:
     weights = DeviceWeights(kind, rows, cols, gated, (1.0, 1.0), 0, 0)
     gemms.product(weights, 512, gate="swiglu" if gated else "", half=half)
+gemms.settle()
 print(time.perf_counter() - start)
 """
 

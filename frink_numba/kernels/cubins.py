@@ -95,13 +95,16 @@ def compile_kernel(source: Source, target: Target) -> Cubin:
 
 def load(source: Source, target: Target) -> Cubin:
     """The kernel's code, from the folder when it is there, else compiled and kept. A warm call imports no compiler."""
-    path = cache_path(source, target)
-    found = _read(path)
-    if found is not None:
-        return found
-    cubin = compile_kernel(source, target)
-    _write(path, cubin)
+    cubin = find(source, target)
+    if cubin is None:
+        cubin = compile_kernel(source, target)
+        _write(cache_path(source, target), cubin)
     return cubin
+
+
+def find(source: Source, target: Target) -> Cubin | None:
+    """The kernel's code from the folder; None when it is not there, or damaged."""
+    return _read(cache_path(source, target))
 
 
 def cache_path(source: Source, target: Target) -> Path:

@@ -142,6 +142,10 @@ class DecodeAttentions:
         source, arguments = source_of(variant), ARGUMENTS
         return self._shelf.kernel(source, arguments, variant.shared, overlap=variant.overlap)
 
+    def settle(self) -> None:
+        """Load the kernels that were asked for so far; what the compiler or the driver raises."""
+        self._shelf.settle()
+
     def close(self) -> None:
         """Unload the kernels; their launches must not run any more."""
         self._shelf.close()

@@ -197,6 +197,10 @@ class Attentions:
             return shelf.kernel(source, fused_attention_mma.ARGUMENTS, variant.shared)
         return shelf.kernel(source, fused_attention_wgmma.ARGUMENTS, variant.shared, overlap=True)
 
+    def settle(self) -> None:
+        """Load the kernels that were asked for so far; what the compiler or the driver raises."""
+        self._shelf.settle()
+
     def close(self) -> None:
         """Unload the kernels; their launches must not run any more."""
         self._shelf.close()

@@ -305,6 +305,10 @@ class Gemms:
             return shelf.kernel(source, few_gemm_variant.ARGUMENTS, variant.shared, overlap=True)
         return shelf.kernel(source, gemm_variant.ARGUMENTS, variant.shared, cluster=variant.cluster, overlap=True)
 
+    def settle(self) -> None:
+        """Load the kernels that were asked for so far; what the compiler or the driver raises."""
+        self._shelf.settle()
+
     def close(self) -> None:
         """Unload the kernels; their launches must not run any more."""
         self._shelf.close()

@@ -1,5 +1,8 @@
 """Load compiled kernels and launch them with prebuilt parameters: about 3 us of host time, and capturable in a graph.
 
+A kernel that is not on disk yet is compiled beside others (compile_apart.py) and loaded when a launch needs it, or by
+`KernelShelf.settle`.
+
 The calling thread's current CUDA context is used. Driver errors become DeviceError.
 """
 
@@ -11,8 +14,9 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from frink_numba.errors import BackendUnavailable, DeviceError
+from frink_numba.kernels.compile_apart import QUEUE, Pending
 from frink_numba.kernels.cubins import Cubin, Source, Target
-from frink_numba.kernels.cubins import load as load_cubin
+from frink_numba.kernels.cubins import find as find_cubin
 
 _ALL_SHARED = 100  # per cent of what can be shared memory
 _C_TYPES: dict[str, Any] = {"u32": ctypes.c_uint32, "u64": ctypes.c_uint64, "f32": ctypes.c_float}
@@ -28,6 +32,8 @@ def check(answer: Any, what: str) -> Any:
 
 class KernelShelf:
     """The kernels of one device that one object launches, compiled or read from disk, and loaded, once each.
+
+    Those that have to be compiled are, side by side, while more of them are asked for; `settle` waits for all.
 
     tier: "wgmma" or "mma", None for the better one that there is. Thread-safe. BackendUnavailable where the device
     lacks the tier, or tensor cores altogether. `overlap`: whether launches may start before their predecessors end.
@@ -64,10 +70,17 @@ class KernelShelf:
             kernel = self._kernels.get(key)
             if kernel is None:
                 types = [kind for _, kind in arguments]
-                cubin = load_cubin(source, self.target)
+                cubin = find_cubin(source, self.target) or QUEUE.begin(source, self.target)
                 kernel = LoadedKernel(cubin, types, source.threads, shared, cluster=cluster, overlap=overlap)
                 self._kernels[key] = kernel
             return kernel
+
+    def settle(self) -> None:
+        """Load every kernel now; what the compiler or the driver raises."""
+        with self._lock:
+            kernels = list(self._kernels.values())
+        for kernel in kernels:
+            kernel.load()
 
     def close(self) -> None:
         """Unload the kernels; their launches must not run any more."""
@@ -87,7 +100,7 @@ class LoadedKernel:
 
     def __init__(
         self,
-        cubin: Cubin,
+        cubin: Cubin | Pending,
         arguments: Sequence[str],
         threads: int,
         shared: int,
@@ -95,25 +108,42 @@ class LoadedKernel:
         cluster: int = 1,
         overlap: bool = False,
     ) -> None:
-        from cuda.bindings import driver
-
-        self.name = cubin.entry
         self.arguments = tuple(arguments)
         self.threads, self.shared, self.cluster, self.overlap = threads, shared, cluster, overlap
-        self._module = check(driver.cuModuleLoadData(cubin.code), f"loading {cubin.entry[:60]}")
-        self.function = check(driver.cuModuleGetFunction(self._module, cubin.entry.encode()), "finding the kernel")
-        attributes = driver.CUfunction_attribute
-        if shared > 48 * 1024:
-            self._set(attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
-        if overlap:
-            # A multiprocessor divides its memory into cache and shared memory anew only when it is empty. A launch that
-            # wants little would keep the next one, which wants much, from starting beside it.
-            self._set(attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, _ALL_SHARED)
+        self.function: Any = None  # until it is loaded
+        self._cubin: Cubin | Pending | None = cubin  # until then
+        self._module: Any = None
+        self._lock = threading.Lock()
+        if isinstance(cubin, Cubin):
+            self.load()
 
-    def _set(self, attribute: Any, value: int) -> None:
+    def load(self) -> Any:
+        """The function in the current context; DeviceError once it was unloaded."""
         from cuda.bindings import driver
 
-        check(driver.cuFuncSetAttribute(self.function, attribute, value), f"setting {attribute.name} to {value}")
+        with self._lock:
+            if self.function is not None:
+                return self.function
+            if self._cubin is None:
+                raise DeviceError("a kernel that was unloaded cannot be launched")
+            cubin = self._cubin if isinstance(self._cubin, Cubin) else self._cubin.cubin()
+            module = check(driver.cuModuleLoadData(cubin.code), f"loading {cubin.entry[:60]}")
+            function = check(driver.cuModuleGetFunction(module, cubin.entry.encode()), "finding the kernel")
+            attributes = driver.CUfunction_attribute
+            if self.shared > 48 * 1024:
+                self._set(function, attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, self.shared)
+            if self.overlap:
+                # A multiprocessor divides its memory into cache and shared memory anew only when it is empty. A launch
+                # that wants little would keep the next one, which wants much, from starting beside it.
+                self._set(function, attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, _ALL_SHARED)
+            self._module, self.function, self._cubin = module, function, None
+            return function
+
+    @staticmethod
+    def _set(function: Any, attribute: Any, value: int) -> None:
+        from cuda.bindings import driver
+
+        check(driver.cuFuncSetAttribute(function, attribute, value), f"setting {attribute.name} to {value}")
 
     def bind(self, blocks: int, *values: float) -> Launch:
         """A launch of `blocks` blocks with these argument values."""
@@ -140,9 +170,10 @@ class LoadedKernel:
         """Unload the code; launches made from it must not run any more."""
         from cuda.bindings import driver
 
-        if self._module is not None:
-            check(driver.cuModuleUnload(self._module), "unloading a kernel")
-            self._module = None
+        with self._lock:
+            module, self._module, self.function, self._cubin = self._module, None, None, None
+        if module is not None:
+            check(driver.cuModuleUnload(module), "unloading a kernel")
 
 
 class Launch:
@@ -179,6 +210,9 @@ class Launch:
     def __call__(self, stream: int) -> None:
         if stream != self._stream:
             self._config.hStream = self._stream = stream
-        (status,) = self._launch(self._config, self._kernel.function, self._address, 0)
+        function = self._kernel.function
+        if function is None:
+            function = self._kernel.load()
+        (status,) = self._launch(self._config, function, self._address, 0)
         if status:
             raise DeviceError(f"a kernel launch failed: {status.name} ({int(status)})")

@@ -96,6 +96,10 @@ class Samplers:
     def _kernel(self, source: Source, arguments: Any) -> LoadedKernel:
         return self._shelf.kernel(source, arguments, overlap=self._shelf.overlap)
 
+    def settle(self) -> None:
+        """Load the kernels that were asked for so far; what the compiler or the driver raises."""
+        self._shelf.settle()
+
     def close(self) -> None:
         """Unload the kernels; their launches must not run any more."""
         self._shelf.close()

@@ -123,6 +123,10 @@ class ThinGemms:
         source, arguments = source_of(variant), thin_gemm_kernel.ARGUMENTS
         return self._shelf.kernel(source, arguments, shared, cluster=variant.cluster, overlap=variant.overlap and early)
 
+    def settle(self) -> None:
+        """Load the kernels that were asked for so far; what the compiler or the driver raises."""
+        self._shelf.settle()
+
     def close(self) -> None:
         """Unload the kernels; their launches must not run any more."""
         self._shelf.close()

@@ -299,6 +299,7 @@ class TensorBody:
             if program is None:
                 scratch = self._group_scratch([layer.layer for layer in layers], edges.layer, shape)
                 program = GroupProgram(self.kernels, scratch, layers, base, edges)
+                self.kernels.settle()
                 self._group_programs[key] = program
                 if len(self._group_programs) > _PROGRAMS:
                     self._group_programs.popitem(last=False)
@@ -369,6 +370,7 @@ class TensorBody:
         program = self._programs.get(key)
         if program is None:
             program = Program(self.kernels, stack.scratch, layers, mirrors, block.rows, base, edges, *rest)
+            self.kernels.settle()
             self._programs[key] = program
             if len(self._programs) > _PROGRAMS:
                 self._programs.popitem(last=False)

@@ -46,6 +46,11 @@ class TensorKernels:
         self._shelf = KernelShelf(capability, tier)
         self._overlap = self._shelf.overlap
 
+    def settle(self) -> None:
+        """Load all kernels that were asked for so far; what the compiler or the driver raises."""
+        for family in (self.gemms, self.thins, self.attentions, self.decodes, self.samplers, self._shelf):
+            family.settle()
+
     def norm_half(self, m: int, cols: int, x: int, weight: int, eps: float, out: HalfRows) -> Launch:
         """RMS norm of float32 [m, cols] into operands."""
         threads = row_threads(cols)
