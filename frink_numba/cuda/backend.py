@@ -398,6 +398,8 @@ class CudaBackend:
                     over -= bank.get(layer).nbytes
                     bank.drop(layer, self._holder)
             body.dropped()
+            if over > 0:  # rows of layers that go to the host lie in one block with the run's: these go up again
+                body.forget(body.mirrored_bytes)
             device.runtime.release()
         resident = hold_layers(device, layers, self._holder, traffic, scratch)
         exact = self._admission.run_scratch(body.scratch(layers), step)

@@ -156,6 +156,29 @@ def test_layers_that_do_not_fit_run_on_the_host(on) -> None:
     assert engine.device.runtime.held == memory.total <= memory.budget
 
 
+@pytest.mark.parametrize("batch", [30, 40, 60])
+def test_rows_of_layers_that_are_left_to_the_host_make_room(batch: int, on, caplog: pytest.LogCaptureFixture) -> None:
+    """R21: all layers fit beside a short step, not beside a longer one; those that are promised to it then run.
+
+    The K/V rows of all layers lie in one block, of which the device cannot give back a part.
+    """
+    engine = on(tensor_device())
+    most = engine.planned(5).total + (16 << 10)
+    engine.walk.close()
+    engine = on(tensor_device())
+    engine.device.memory.lower(most)
+    engine.run(5)
+    step = replace(engine.step(batch), hidden=hidden_rows(batch), tokens=None, edges=None, logits=0)
+    begin = engine.walk.plan(step).rows[0]
+    assert begin.backend == "gpu"
+    assert begin.last < len(LAYERS) - 1
+    run = engine.walk.run(step)
+    assert not [record for record in caplog.records if "failed" in record.getMessage()]
+    assert engine.device.runtime.held <= most == engine.device.memory.bytes()
+    want = HostBackend(LAYERS).run(0, len(LAYERS), step).hidden
+    assert np.linalg.norm(run.hidden - want) < 2e-3 * np.linalg.norm(want)
+
+
 @pytest.mark.parametrize("start_pos", [0, 7, 300])
 def test_a_plan_for_a_length_is_that_of_a_cache_at_it(start_pos: int, on) -> None:
     """`CacheAt` stands for a cache that was filled so far, on a device that has not seen it."""
