@@ -47,6 +47,8 @@ def rounded(rng: np.random.Generator, *shape: int) -> np.ndarray:
         ("Q4_K", 256, 100, 512, 2, 256, False, True),  # more chunks than buffers
         ("Q8_0", 30, 100, 352, 2, 16, False, False),
         ("F16", 120, 130, 320, 2, 112, False, True),
+        ("Q4_0", 70, 65, 32, 3, 64, False, False),  # fewer steps than groups that begin a stage apart: one
+        ("Q8_0", 70, 400, 96, 3, 64, False, False),  # two, and several tiles a block
     ],
 )
 def test_products(kind: str, m: int, n: int, k: int, groups: int, tokens: int, split: bool, half: bool) -> None:
