@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.torch_device import need_torch
 from frink_numba.driver import query_driver
 from frink_numba.kernels.fused_attention import Attentions, HeadShape, Mirror, sequence_table
 from frink_numba.receipt import Row, receipt, write_receipt
@@ -222,6 +223,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare with float64 first")
     parser.add_argument("--receipt", type=Path, help="write the figures here")
     arguments = parser.parse_args()
+    need_torch(parser)
     bench = Bench(arguments.tier, arguments.replays)
     rows: list[Row] = []
     for case in map(Case.parse, arguments.cases):

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.bench_gemm import random_weights
+from benchmarks.torch_device import need_torch
 from frink_numba.driver import query_driver
 from frink_numba.kernels.decode_attention import DecodeAttentions, DecodeShape
 from frink_numba.kernels.fused_attention import sequence_table
@@ -239,6 +240,7 @@ def main() -> int:
     parser.add_argument("--products", action="store_true", help="each product by itself as well")
     parser.add_argument("--receipt", type=Path, help="write the figures here")
     arguments = parser.parse_args()
+    need_torch(parser)
     contexts = [int(text) for text in arguments.contexts.split(",")]
     wanted = tuple(arguments.models.split(","))
     rows: list[Row] = []

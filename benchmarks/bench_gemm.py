@@ -30,6 +30,7 @@ import numpy as np
 
 from benchmarks.gemm_cases import Case, cases, random_weights
 from benchmarks.gemm_first_use import first_use
+from benchmarks.torch_device import need_torch
 from frink_numba.driver import query_driver
 from frink_numba.kernels.cubins import Source, Target, load
 from frink_numba.kernels.decode_attention import MOST_ROWS
@@ -354,6 +355,7 @@ def main() -> int:
     )
     parser.add_argument("--receipt", type=Path, help="write the figures here")
     arguments = parser.parse_args()
+    need_torch(parser)
 
     half = arguments.result == "f16"
     bench = Bench(arguments.replays, arguments.tier, arguments.tokens, arguments.cluster, half)

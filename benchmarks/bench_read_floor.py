@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.gemm_cases import SHAPES
+from benchmarks.torch_device import need_torch
 from frink_numba.driver import query_driver
 from frink_numba.kernels.cubins import Source, Target, load
 from frink_numba.kernels.gemm_kinds import fragment_kind
@@ -139,14 +140,14 @@ def measure(kernel: LoadedKernel, reader: Reader, size: int, blocks: int, replay
 
 
 def main() -> int:
-    import torch
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", default="Q4_0,Q4_K,Q6_K,Q8_0,F16")
     parser.add_argument("--models", default="3b,8b,70b")
     parser.add_argument("--replays", type=int, default=15)
     parser.add_argument("--receipt", type=Path, help="write the figures here")
     arguments = parser.parse_args()
+    need_torch(parser)
+    import torch
 
     properties = torch.cuda.get_device_properties(0)
     torch.zeros(1, device="cuda")
