@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.torch_device import need_torch
+from benchmarks.torch_device import need_torch, timed
 from frink_numba.driver import query_driver
 from frink_numba.kernels.fused_attention import Attentions, HeadShape, Mirror, sequence_table
 from frink_numba.receipt import Row, receipt, write_receipt
@@ -192,18 +192,12 @@ class Bench:
         return graph
 
     def _time(self, contenders: dict[str, Any], copies: int) -> dict[str, list[float]]:
-        torch = self.torch
         samples: dict[str, list[float]] = {name: [] for name in contenders}
         for graph in contenders.values():
             graph.replay()
         for _ in range(self.replays):
             for name, graph in contenders.items():
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                samples[name].append(start.elapsed_time(end) / 1e3 / copies)
+                samples[name].append(timed(graph.replay) / copies)
         return samples
 
 

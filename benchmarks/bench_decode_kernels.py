@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.bench_gemm import random_weights
-from benchmarks.torch_device import need_torch
+from benchmarks.torch_device import need_torch, timed
 from frink_numba.driver import query_driver
 from frink_numba.kernels.decode_attention import DecodeAttentions, DecodeShape
 from frink_numba.kernels.fused_attention import sequence_table
@@ -199,17 +199,9 @@ class Bench:
         return self.replay(graph.replay)
 
     def replay(self, run: Callable[[], Any]) -> list[float]:
-        torch, samples = self.torch, []
         for _ in range(2):
             run()
-        for _ in range(self.replays):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            samples.append(start.elapsed_time(end) / 1e3)
-        return samples
+        return [timed(run) for _ in range(self.replays)]
 
     def copy_rate(self) -> list[float]:
         """Bytes a second that a copy moves, counting each byte once read and once written."""

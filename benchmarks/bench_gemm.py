@@ -30,7 +30,7 @@ import numpy as np
 
 from benchmarks.gemm_cases import Case, cases, random_weights
 from benchmarks.gemm_first_use import first_use
-from benchmarks.torch_device import need_torch
+from benchmarks.torch_device import need_torch, timed
 from frink_numba.driver import query_driver
 from frink_numba.kernels.cubins import Source, Target, load
 from frink_numba.kernels.decode_attention import MOST_ROWS
@@ -211,19 +211,13 @@ class Bench:
         return graph
 
     def _time(self, ours: Any, theirs: Any, launches: int) -> tuple[list[float], list[float] | None]:
-        torch = self.torch
         contenders = [ours] if theirs is None else [ours, theirs]
         samples: list[list[float]] = [[] for _ in contenders]
         for contender in contenders:
             contender.replay()
         for _ in range(self.replays):
             for graph, into in zip(contenders, samples, strict=True):
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                graph.replay()
-                end.record()
-                end.synchronize()
-                into.append(start.elapsed_time(end) / 1e3 / launches)
+                into.append(timed(graph.replay) / launches)
         return samples[0], samples[1] if theirs is not None else None
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.gemm_cases import SHAPES
-from benchmarks.torch_device import need_torch
+from benchmarks.torch_device import need_torch, timed
 from frink_numba.driver import query_driver
 from frink_numba.kernels.cubins import Source, Target, load
 from frink_numba.kernels.gemm_kinds import fragment_kind
@@ -128,15 +128,7 @@ def measure(kernel: LoadedKernel, reader: Reader, size: int, blocks: int, replay
         for launch in launches:
             launch(torch.cuda.current_stream().cuda_stream)
     graph.replay()
-    seconds = []
-    for _ in range(replays):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1e3 / copies)
-    return seconds
+    return [timed(graph.replay) / copies for _ in range(replays)]
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from frink_numba.backend import Step
+from frink_numba.backend import Edges, Step
 from frink_numba.cuda.body import ScratchSize
 from frink_numba.cuda.device import CudaDevice
 from frink_numba.layer import Layer
@@ -72,9 +72,7 @@ class Admission:
 
     def run_scratch(self, size: ScratchSize, step: Step, rows: int | None = None) -> int:
         """Bytes of scratch of a run of the step over layers of this `size`; of another with so many `rows`."""
-        edges = step.edges if step.logits else None
-        if edges is not None and self._device.body.why_not_edges(edges) is not None:
-            edges = None
+        edges = self._edges(step) if step.logits else None
         return size.nbytes(rows or step.batch, step.start_pos, edges, step.logits)
 
     def mirror(self, number: int, step: Step) -> int:
@@ -95,19 +93,22 @@ class Admission:
             rows += self.mirror(number, step)
             if body.room(cache) >= positions:  # else they move, and what they leave is kept for other caches
                 rows -= body.mirror_held(cache)
-        return max(0, self._device.memory.bytes() - self.total - self._edges(step) - self._others() - rows)
+        return max(0, self._device.memory.bytes() - self.total - self._edge_bytes(step) - self._others() - rows)
 
     def edges_held(self, step: Step) -> int:
         """Bytes of the embedding and the output matrix, where these are on the device already."""
         edges = step.edges
-        if edges is None or not self._device.bank.holds(edges, self._holder):
-            return 0
-        return self._device.body.edges_bytes(edges)
+        return self._edge_bytes(step) if edges is not None and self._device.bank.holds(edges, self._holder) else 0
 
-    def _edges(self, step: Step) -> int:
+    def _edge_bytes(self, step: Step) -> int:
         """Bytes of the embedding and the output matrix, there or not yet; 0 where the device does not do them."""
-        edges, body = step.edges, self._device.body
-        return 0 if edges is None or body.why_not_edges(edges) is not None else body.edges_bytes(edges)
+        edges = self._edges(step)
+        return 0 if edges is None else self._device.body.edges_bytes(edges)
+
+    def _edges(self, step: Step) -> Edges | None:
+        """The step's edges, where the device does them."""
+        edges = step.edges
+        return None if edges is None or self._device.body.why_not_edges(edges) is not None else edges
 
     def _others(self) -> int:
         return self._device.bank.bytes_of_others(self._holder)

@@ -19,7 +19,7 @@ from types import ModuleType
 
 from frink_numba import settings
 from frink_numba.host.compiled import CompiledFunction, compiled
-from frink_numba.host.processors import usable_processors
+from frink_numba.processors import usable_processors
 
 LINE = 64  # bytes
 GENERATION, KERNEL, JOB, HELPERS = 0, LINE, 2 * LINE, 3 * LINE

@@ -21,6 +21,7 @@ from typing import IO
 
 from frink_numba.kernels import cubins
 from frink_numba.kernels.cubins import Cubin, Source, Target
+from frink_numba.processors import usable_processors
 
 _MOST_HELPERS = 8  # processes of some 300 MB each
 _SIZE_BYTES = 8
@@ -39,19 +40,23 @@ class Pending:
 
     def cubin(self) -> Cubin:
         """The machine code; what the compiler raises, where it does."""
-        self._queue.withdraw(self)
+        self.withdraw()
         self._taken.wait()
         with self._lock:
             if self._cubin is None:
                 self._cubin = cubins.load(self.source, self.target)
             return self._cubin
 
+    def withdraw(self) -> None:
+        """Let no helper begin with it: who asked compiles it, or nobody wants it any more."""
+        self._queue.withdraw(self)
+
 
 class CompileQueue:
-    """Kernels to compile, and the helper processes that do."""
+    """Kernels to compile, and the helper processes that do: `most`, or None for what the machine has room for."""
 
     def __init__(self, most: int | None = None) -> None:
-        self._most = min(_MOST_HELPERS, _processors() - 1) if most is None else most
+        self._most = most
         self._waiting: deque[Pending] = deque()
         self._helpers: set[threading.Thread] = set()
         self._processes: set[subprocess.Popen[bytes]] = set()
@@ -62,6 +67,8 @@ class CompileQueue:
         """The kernel, which is compiled from now on where there is a helper to do it."""
         pending = Pending(self, source, target)
         with self._lock:
+            if self._most is None:
+                self._most = min(_MOST_HELPERS, usable_processors() - 1)
             self._waiting.append(pending)
             # The first in the queue is for who asked.
             if not self._ended and len(self._helpers) < min(self._most, len(self._waiting) - 1):
@@ -72,7 +79,7 @@ class CompileQueue:
         return pending
 
     def withdraw(self, pending: Pending) -> None:
-        """Leave a kernel to who asked, unless a helper has it."""
+        """Take a kernel out of the queue, unless a helper has it."""
         with self._lock, contextlib.suppress(ValueError):
             self._waiting.remove(pending)
 
@@ -165,11 +172,6 @@ def _read(stream: IO[bytes]) -> bytes:
     if not task:
         raise EOFError("no more tasks")
     return task
-
-
-def _processors() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 QUEUE = CompileQueue()

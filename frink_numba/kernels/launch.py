@@ -76,11 +76,16 @@ class KernelShelf:
             return kernel
 
     def settle(self) -> None:
-        """Load every kernel now; what the compiler or the driver raises."""
+        """Load every kernel now; what the compiler or the driver raises. A kernel that fails is not kept."""
         with self._lock:
-            kernels = list(self._kernels.values())
-        for kernel in kernels:
-            kernel.load()
+            kernels = dict(self._kernels)
+        for key, kernel in kernels.items():
+            try:
+                kernel.load()
+            except Exception:
+                with self._lock:
+                    self._kernels.pop(key, None)
+                raise
 
     def close(self) -> None:
         """Unload the kernels; their launches must not run any more."""
@@ -171,7 +176,10 @@ class LoadedKernel:
         from cuda.bindings import driver
 
         with self._lock:
-            module, self._module, self.function, self._cubin = self._module, None, None, None
+            module, cubin = self._module, self._cubin
+            self._module = self.function = self._cubin = None
+        if isinstance(cubin, Pending):
+            cubin.withdraw()
         if module is not None:
             check(driver.cuModuleUnload(module), "unloading a kernel")
 

@@ -210,10 +210,11 @@ def test_two_streams_at_once(kernels: TensorKernels, case: Any) -> None:
         same(apart.read(), made.read())
 
 
+@pytest.mark.parametrize("launches", [1, 3])
 @pytest.mark.parametrize("left", [1, 5, 40])
 @pytest.mark.parametrize("case", CROWDED, ids=lambda case: f"{case[0]}-{case[1]}-{case[2]}-{case[3]}")
-def test_where_a_part_of_the_grid_has_room(kernels: TensorKernels, case: Any, left: int) -> None:
-    """Issue 6: another kernel holds all multiprocessors but a few, until the product has ended."""
+def test_where_a_part_of_the_grid_has_room(kernels: TensorKernels, case: Any, left: int, launches: int) -> None:
+    """Issue 6: another kernel holds all multiprocessors but a few, until the products have ended."""
     from cuda.bindings import driver
     from numba import cuda
 
@@ -238,14 +239,15 @@ def test_where_a_part_of_the_grid_has_room(kernels: TensorKernels, case: Any, le
     time.sleep(0.002)
     begun = time.perf_counter()
     before = holds()
-    made.launch(int(stream.handle))
+    for _ in range(launches):
+        made.launch(int(stream.handle))
     stream.synchronize()
     after, took = holds(), time.perf_counter() - begun
     let_go.copy_to_device(np.ones(1, np.uint32), stream=third)
     cuda.synchronize()
     shelf.close()
-    assert before, "the multiprocessors were not held when the product began"
-    assert after, f"the multiprocessors were free before the product ended, {took:.3f} s after it began"
+    assert before, "the multiprocessors were not held when the products began"
+    assert after, f"the multiprocessors were free before the products ended, {took:.3f} s after they began"
     same(apart.read(), made.read())
 
 

@@ -27,6 +27,8 @@ class Loaded:
         self.made.append(self)
 
     def load(self) -> None:
+        if self.facts[0][1] == "broken":
+            raise DeviceError("no room for a module")
         self.settled = True
 
     def close(self) -> None:
@@ -126,6 +128,20 @@ def test_what_is_not_on_disk_is_compiled_apart(monkeypatch: pytest.MonkeyPatch) 
     assert all(kernel.settled for kernel in made)
 
 
+@stand_ins
+def test_a_kernel_that_cannot_be_loaded_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that do not need it are not to fail with it; who asks again gets another try."""
+    monkeypatch.setattr(launch, "find_cubin", lambda source, target: None)
+    monkeypatch.setattr(launch.QUEUE, "begin", lambda source, target: ("pending", source.name, target))
+    shelf = KernelShelf((9, 0))
+    broken, other = (shelf.kernel(source(name), ARGUMENTS) for name in ("broken", "other"))
+    with pytest.raises(DeviceError, match="no room"):
+        shelf.settle()
+    shelf.settle()
+    assert shelf.kernel(source("other"), ARGUMENTS) is other
+    assert shelf.kernel(source("broken"), ARGUMENTS) is not broken
+
+
 class Driver:
     """The driver calls that loading takes, each told."""
 
@@ -150,7 +166,10 @@ class Waiting(Pending):
     """A kernel that is compiled when it is waited for."""
 
     def __init__(self) -> None:
-        self.waited = 0
+        self.waited = self.withdrawn = 0
+
+    def withdraw(self) -> None:
+        self.withdrawn += 1
 
     def cubin(self) -> Cubin:
         self.waited += 1
@@ -180,7 +199,8 @@ def test_closing_what_was_never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, pending = Driver(monkeypatch).calls, Waiting()
     kernel = LoadedKernel(pending, ["u64"], 64, 0)
     kernel.close()
+    kernel.close()
     with pytest.raises(DeviceError, match="unloaded"):
         kernel.load()
     assert not calls
-    assert not pending.waited
+    assert (pending.waited, pending.withdrawn) == (0, 1)

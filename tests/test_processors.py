@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from frink_numba.host.processors import usable_processors
+from frink_numba.processors import usable_processors
 
 
 @pytest.mark.parametrize(
