@@ -24,7 +24,7 @@ def build(variant: FewGemm) -> Any:
     """The kernel as a Python function for numba, and its signature."""
     from numba import cuda, types
 
-    from frink_numba.kernels.few_gemm_ops import load_record, multiply_record
+    from frink_numba.kernels.few_gemm_ops import load_record, multiply_record, prefetch_rows
     from frink_numba.kernels.gemm_emit import keep, next_stage, wait_multiplied, zeros
     from frink_numba.kernels.gemm_stage import release_stage
     from frink_numba.kernels.gemm_store import partial_ops, store_tile
@@ -38,6 +38,7 @@ def build(variant: FewGemm) -> Any:
         mbarrier_init,
         mbarrier_wait,
         named_barrier,
+        prefetch_line,
         prefetch_map,
         wait_for_predecessors,
     )
@@ -50,7 +51,7 @@ def build(variant: FewGemm) -> Any:
     WEIGHTS_AT = STAGING_AT + GROUPS * STAGING
     SCALES, SCALES_AT = variant.epilogue.scale_size(TOKENS), WEIGHTS_AT + STAGES * W_STAGE
     BARRIERS_AT = SCALES_AT + GROUPS * SCALES
-    PARTIAL, PART = variant.partial, GROUPS * variant.partial
+    PARTIAL, PART, LINES = variant.partial, GROUPS * variant.partial, -(-TOKENS * 4 // 128)
 
     multiply, load = multiply_record(variant.kind, TOKENS), load_record(variant)
     wait_all, no_sums, no_fragments = wait_multiplied(TOKENS), zeros(TOKENS // 2), zeros(16, "u32")
@@ -88,7 +89,8 @@ def build(variant: FewGemm) -> Any:
             if thread == u32(128 * GROUPS):
                 stage = u32(0)
                 phase = u32(0)
-                # The weights do not depend on the kernels before: a ringful of them goes ahead of the wait.
+                # The weights do not depend on the kernels before: a ringful of them goes ahead of the wait. Rows of x
+                # that nobody has read or written lately come as near as the L2 cache, and so do their scales.
                 first = u32(u32(u32(work % parts) * records) // parts)
                 count = u32(u32(u32(u32(work % parts) + u32(1)) * records) // parts) - first
                 ahead = u32(min(count, u32(STAGES)))
@@ -100,6 +102,11 @@ def build(variant: FewGemm) -> Any:
                         base + u32(WEIGHTS_AT) + u32(i) * u32(W_STAGE), base, x_map, u32(0),
                         full + u32(i) * u32(8 * PIECES), u32(1), u32(0),
                     )  # fmt: skip
+                    prefetch_rows(x_map, u32(first + u32(i)) << u32(8))
+                for i in range(LINES):
+                    prefetch_line(token_scale + u64(128 * i))
+                    if HALF:
+                        prefetch_line(token_norm + u64(128 * i))
                 wait_for_predecessors()
                 while work < pieces:
                     part = u32(work % parts)

@@ -67,6 +67,7 @@ def build(gemm: WgmmaGemm, norm_ops: Any = None) -> Any:
         store_release,
         tma_load_2d,
         tma_multicast_2d,
+        tma_prefetch_2d,
         wait_for_predecessors,
     )
     from frink_numba.kernels.ptx import numba_type, shared_address
@@ -167,9 +168,11 @@ def build(gemm: WgmmaGemm, norm_ops: Any = None) -> Any:
                 whole = u32(split_tiles + block)
                 stage = u32(0)
                 phase = u32(0)
-                # The weights do not depend on the kernels before: a ringful of them goes ahead of the wait.
+                # The weights do not depend on the kernels before: a ringful of them goes ahead of the wait. Rows of x
+                # that nobody has read or written lately come as near as the L2 cache.
                 tile, g0, g1, _, _ = next_segment(first, last, whole, groups, blocks)
-                _, slab_set = locate(tile, swath, sets, token_tiles)
+                token_tile, slab_set = locate(tile, swath, sets, token_tiles)
+                token = token_tile * u32(TOKENS) + rank * u32(TOKENS // CLUSTER)
                 begin = u32(g0 << u32(2))
                 ahead = u32(0)
                 if first < last or whole < tiles:
@@ -181,6 +184,8 @@ def build(gemm: WgmmaGemm, norm_ops: Any = None) -> Any:
                     w_slot = base + u32(WEIGHTS_AT) + u32(i) * u32(W_STAGE)
                     barrier = full + u32(i) * u32(8)
                     load_weights(source, slab_bytes, second, u32(begin + u32(i)), slab, end, w_slot, barrier)
+                    if not NORM:
+                        tma_prefetch_2d(x_map, u32(begin + u32(i)) << u32(6), token)
                 wait_for_predecessors()
                 known = u32(0)  # of the first tiles of tokens: those whose rows were seen to be there
                 if NORM:

@@ -65,6 +65,12 @@ tma_multicast_2d = instruction(
     "u32",
     "u16",
 )
+# (tensor map, column, row): the same box into the L2 cache. It may be written at the time: the cache has it once.
+tma_prefetch_2d = instruction(
+    "cp.async.bulk.prefetch.tensor.2d.L2.global.tile [$0, {$1, $2}];", None, "u64", "u32", "u32"
+)
+# A line of 128 bytes likewise.
+prefetch_line = instruction("prefetch.global.L2 [$0];", None, "u64")
 # This thread's bulk stores have read their source.
 bulk_wait_read = instruction("cp.async.bulk.wait_group.read 0;", None)
 # A tensor map comes into its cache ahead of the first copy that needs it.

@@ -38,9 +38,11 @@ class GemmMachine(ThinMachine):
     def _restart(self, block: int) -> None:
         super()._restart(block)
         self.stores: dict[int, list[list[Callable[[], None]]]] = {}  # of a thread: committed groups, the open one last
+        self.ahead: set[tuple[int, int, int]] = set()  # boxes in the L2 cache that were not loaded yet
 
     def turns(self, block: int) -> Iterator[None]:
         yield from super().turns(block)
+        assert not self.ahead, f"block {block} loads none of these boxes, which it called for ahead: {self.ahead}"
         for groups in self.stores.values():
             for store in (store for group in groups for store in group):
                 store()
@@ -91,6 +93,7 @@ class GemmMachine(ThinMachine):
 
         def start(active: Any) -> None:
             for _, to, which, c, r, where in self._each(active, target, tensor_map, column, row, barrier):
+                self.ahead.discard((int(which), int(c), int(r)))
                 numbers = [int(n) for n in self.memory.read(int(which), np.empty(8, np.uint64))]
                 self.loads.append(lambda n=numbers, t=int(to), c=int(c), r=int(r), b=int(where): load(n, t, c, r, b))
 
@@ -106,6 +109,15 @@ class GemmMachine(ThinMachine):
             data[places] = box
             self.barriers[barrier].transactions -= box.size
             self.barriers[barrier].settle()
+
+        return start
+
+    def _do_cp_async_bulk_prefetch_tensor_2d(self, opcode: str, parts: list[str]) -> Callable[[Any], None]:
+        tensor_map, (column, row) = self._box(parts[0])
+
+        def start(active: Any) -> None:
+            for _, which, c, r in self._each(active, tensor_map, column, row):
+                self.ahead.add((int(which), int(c), int(r)))
 
         return start
 
