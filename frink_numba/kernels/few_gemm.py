@@ -102,7 +102,8 @@ def build(variant: FewGemm) -> Any:
                         base + u32(WEIGHTS_AT) + u32(i) * u32(W_STAGE), base, x_map, u32(0),
                         full + u32(i) * u32(8 * PIECES), u32(1), u32(0),
                     )  # fmt: skip
-                    prefetch_rows(x_map, u32(first + u32(i)) << u32(8))
+                    if i == 0:
+                        prefetch_rows(x_map, first << u32(8))
                 for i in range(LINES):
                     prefetch_line(token_scale + u64(128 * i))
                     if HALF:

@@ -60,6 +60,14 @@ def few_plan(
     kind: str, m: int, rows: int, cols: int, multiprocessors: int, groups: int | None = None, parts: int | None = None
 ) -> FewPlan:
     """The fastest cut of y[m, rows] = x[m, cols] W^T. `groups` and `parts` force it."""
+    plans = few_plans(kind, m, rows, cols, multiprocessors, groups, parts)
+    return min(plans, key=lambda plan: (plan.nanoseconds, plan.groups))
+
+
+def few_plans(
+    kind: str, m: int, rows: int, cols: int, multiprocessors: int, groups: int | None = None, parts: int | None = None
+) -> list[FewPlan]:
+    """The cuts that have a kernel, one for each number of groups."""
     tokens = next(t for t in TOKENS if m <= t)
     slabs, records = -(-rows // 64), cols // RECORD
 
@@ -71,8 +79,7 @@ def few_plan(
         return FewPlan(tokens, g, slabs, records, sets, p, min(places, sets * p), time)
 
     plans = [plan(g) for g in ([groups] if groups else _GROUPS)]
-    fit = [plan for plan in plans if groups or _fits(kind, plan)]
-    return min(fit, key=lambda plan: (plan.nanoseconds, plan.groups))
+    return [plan for plan in plans if groups or _fits(kind, plan)]
 
 
 def _fits(kind: str, plan: FewPlan) -> bool:

@@ -184,8 +184,8 @@ def build(gemm: WgmmaGemm, norm_ops: Any = None) -> Any:
                     w_slot = base + u32(WEIGHTS_AT) + u32(i) * u32(W_STAGE)
                     barrier = full + u32(i) * u32(8)
                     load_weights(source, slab_bytes, second, u32(begin + u32(i)), slab, end, w_slot, barrier)
-                    if not NORM:
-                        tma_prefetch_2d(x_map, u32(begin + u32(i)) << u32(6), token)
+                    if not NORM and i == 0:
+                        tma_prefetch_2d(x_map, begin << u32(6), token)
                 wait_for_predecessors()
                 known = u32(0)  # of the first tiles of tokens: those whose rows were seen to be there
                 if NORM:
