@@ -17,6 +17,7 @@ import functools
 from typing import Any
 
 from frink_numba.kernels.few_gemm_variant import ARGUMENTS, FLAG_BYTES, PIECES, FewGemm
+from frink_numba.kernels.gemm_kinds import GROUP_STEPS
 
 
 @functools.cache
@@ -24,7 +25,7 @@ def build(variant: FewGemm) -> Any:
     """The kernel as a Python function for numba, and its signature."""
     from numba import cuda, types
 
-    from frink_numba.kernels.few_gemm_ops import load_record, multiply_record, prefetch_rows
+    from frink_numba.kernels.few_gemm_ops import load_record, multiply_record
     from frink_numba.kernels.gemm_emit import keep, next_stage, wait_multiplied, zeros
     from frink_numba.kernels.gemm_stage import release_stage
     from frink_numba.kernels.gemm_store import partial_ops, store_tile
@@ -40,6 +41,7 @@ def build(variant: FewGemm) -> Any:
         named_barrier,
         prefetch_line,
         prefetch_map,
+        tma_prefetch_2d,
         wait_for_predecessors,
     )
     from frink_numba.kernels.ptx import numba_type, shared_address
@@ -103,7 +105,8 @@ def build(variant: FewGemm) -> Any:
                         full + u32(i) * u32(8 * PIECES), u32(1), u32(0),
                     )  # fmt: skip
                     if i == 0:
-                        prefetch_rows(x_map, first << u32(8))
+                        for box in range(GROUP_STEPS):
+                            tma_prefetch_2d(x_map, u32(first << u32(8)) + (u32(box) << u32(6)), u32(0))
                 for i in range(LINES):
                     prefetch_line(token_scale + u64(128 * i))
                     if HALF:

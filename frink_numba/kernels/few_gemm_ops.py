@@ -98,17 +98,6 @@ def load_record(variant: FewGemm) -> Any:
     return load
 
 
-@emitted(None, "u64", "u32")
-def prefetch_rows(e: Emitter, x_map: Register, column: Register) -> None:
-    """A record's rows of x into the L2 cache. They may be written at the time: the cache has them once."""
-    for box in range(GROUP_STEPS):
-        e.asm(
-            "cp.async.bulk.prefetch.tensor.2d.L2.global.tile [$0, {$1, $2}];",
-            None,
-            [x_map, column + 64 * box, e.constant("u32", 0)],
-        )
-
-
 # instructions.mbarrier_wait inside an op.
 _WAIT = (
     "{\n.reg .pred done;\nWAIT_${:uid}:\nmbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;\n"

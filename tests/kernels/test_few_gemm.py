@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from frink_numba.kernels.cubins import Cubin, Target, compile_kernel
-from frink_numba.kernels.few_gemm_plan import MOST_PARTS, MOST_ROWS, few_plan, why_not
+from frink_numba.kernels.few_gemm_plan import MOST_PARTS, MOST_ROWS, FewPlan, few_plan, why_not
 from frink_numba.kernels.few_gemm_variant import FLAG_BYTES, RECORD, TOKENS, FewGemm
-from frink_numba.kernels.gemm import source_of
+from frink_numba.kernels.gemm import Gemms, source_of
 from frink_numba.kernels.gemm_epilogue import Epilogue
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS
 from tests.kernels.compiling import missing_tools
@@ -83,6 +83,14 @@ def test_cuts(m: int, rows: int, cols: int) -> None:
         if plan.parts == 1:
             assert plan.workspace == 0
     assert few_plan("Q4_K", m, rows, cols, MULTIPROCESSORS) == few_plan("Q4_K", m, rows, cols, MULTIPROCESSORS)
+
+
+def test_narrow_products_that_stay_with_tiles() -> None:
+    """Affine kinds of blocks of 32 have their kernel from 2048 columns on, others from one record on."""
+    gemms = Gemms("wgmma", (9, 0), MULTIPROCESSORS)
+    for kind, cols, few in [("Q4_1", 1792, False), ("Q4_1", 2048, True), ("Q5_1", 1792, False), ("Q5_1", 2048, True),
+                            ("Q4_0", 256, True), ("Q4_K", 1792, True)]:  # fmt: skip
+        assert isinstance(gemms.plan(kind, 16, 576, cols), FewPlan) == few
 
 
 def test_what_is_served() -> None:

@@ -108,7 +108,8 @@ def test_which_products_they_are(gemms: Gemms) -> None:
         return isinstance(device.product(weights, m), FewProduct)
 
     assert kind_of(gemms, "Q4_K", 32, 512)
-    assert not kind_of(gemms, "Q4_1", 32, 512)
+    assert not kind_of(gemms, "Q4_1", 32, 1792)
+    assert kind_of(gemms, "Q4_1", 32, 2048)
     assert not kind_of(gemms, "Q4_K", MOST_ROWS + 1, 512)
     assert not kind_of(gemms, "Q4_0", 16, 320)
     assert not kind_of(gemms, "half", 16, 512)
