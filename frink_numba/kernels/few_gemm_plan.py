@@ -16,13 +16,14 @@ MOST_ROWS = TOKENS[-1]
 MOST_PARTS = 16
 _GROUPS = (2, 3, 4)
 
-# Nanoseconds on an H200, fitted to timings of all cuts: a launch, what parts cost, and a step of a slab, which waits
-# for conversion and products alike; the memory gives a multiprocessor so many bytes in one.
-_START, _START_TOKEN, _START_FOUR, _MEETING = 3500.0, 31.0, 800.0, 1400.0
-_STEP, _OPERATION, _TOKEN = 36.0, 0.7, 0.7
-_BYTES = 27.0
-_MANY_GROUPS = 0.97  # of a step, where more than two groups share the rows of x
-_SHORT_RING = 1.15  # four groups and two stages
+# Nanoseconds on an H200, fitted to timings of all cuts: a launch, what parts and each byte of their sums cost, and a step
+# of a slab, which waits for conversion and products alike; the memory gives a multiprocessor so many bytes in one.
+_START, _START_FOUR = 740.0, 340.0
+_MEETING, _MEETING_PART, _SUM_BYTE = 1220.0, 225.0, 5.5e-4
+_STEP, _OPERATION, _TOKEN = 44.6, 0.66, 0.535
+_BYTES = 32.4
+_MANY_GROUPS = 1.093  # of a step, where more than two groups share the rows of x
+_SHORT_RING = 1.094  # of a step, where a multiprocessor holds two stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class FewPlan:
     @property
     def workspace(self) -> int:
         """Bytes of the workspace: counts, and the sums of each part where records are shared out."""
-        return FLAG_BYTES + self.sets * self.parts * self.groups * 64 * self.tokens * 4 if self.parts > 1 else 0
+        return FLAG_BYTES + _sum_bytes(self.tokens, self.groups, self.sets, self.parts) if self.parts > 1 else 0
 
 
 def why_not(kind: str, m: int, cols: int) -> str | None:
@@ -75,7 +76,7 @@ def few_plans(
         sets = -(-slabs // g)
         places = multiprocessors * (2 if g <= 2 else 1)
         p = parts or _parts(records, min(MOST_PARTS, places // sets))
-        time = _nanoseconds(kind, tokens, g, sets * p, -(-records // p), p > 1, multiprocessors)
+        time = _nanoseconds(kind, tokens, g, sets, p, records, multiprocessors)
         return FewPlan(tokens, g, slabs, records, sets, p, min(places, sets * p), time)
 
     plans = [plan(g) for g in ([groups] if groups else _GROUPS)]
@@ -91,19 +92,26 @@ def _fits(kind: str, plan: FewPlan) -> bool:
 
 
 def _nanoseconds(
-    kind: str, tokens: int, groups: int, pieces: int, records: int, split: bool, multiprocessors: int
+    kind: str, tokens: int, groups: int, sets: int, parts: int, records: int, multiprocessors: int
 ) -> float:
-    """The estimate of so many pieces of work, each of a set's `records`."""
-    row, variant = FRAGMENT_KINDS[kind], FewGemm(kind, tokens, Epilogue(half=True), groups, split)
-    slab_steps = -(-pieces // multiprocessors) * groups * records * GROUP_STEPS  # of the busiest multiprocessor
+    """The estimate of so many sets' `records`, shared out over `parts` blocks."""
+    row, variant = FRAGMENT_KINDS[kind], FewGemm(kind, tokens, Epilogue(half=True), groups, parts > 1)
+    most = -(-sets * parts // multiprocessors) * -(-records // parts)  # records of the busiest multiprocessor
     step = _STEP + _OPERATION * row.operations + _TOKEN * tokens
     if groups > 2:
         step *= _MANY_GROUPS
-    if groups == _GROUPS[-1] and variant.stages < 3:
-        step *= _SHORT_RING
     step = max(step, row.step_size / _BYTES)
-    start = _START + _START_TOKEN * tokens + (_START_FOUR if groups == _GROUPS[-1] else 0.0)
-    return start + (_MEETING if split else 0.0) + slab_steps * step
+    if variant.stages * variant.resident < 3:
+        step *= _SHORT_RING
+    start = _START + (_START_FOUR if groups == _GROUPS[-1] else 0.0)
+    if parts > 1:
+        start += _MEETING + _MEETING_PART * parts + _SUM_BYTE * _sum_bytes(tokens, groups, sets, parts)
+    return start + most * groups * GROUP_STEPS * step
+
+
+def _sum_bytes(tokens: int, groups: int, sets: int, parts: int) -> int:
+    """What parts write for each other, in float32."""
+    return sets * parts * groups * 64 * tokens * 4
 
 
 def _parts(records: int, most: int) -> int:

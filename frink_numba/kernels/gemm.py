@@ -54,7 +54,6 @@ from frink_numba.quant import QuantKind
 if TYPE_CHECKING:
     from frink_numba.kernels.thin_gemm import NormRows
 
-_WIDER_TILE = 32  # of tokens: one whose consumers have registers for the widest norm
 # The fewest columns of a product of few rows. With narrower ones of these kinds, one position of the real model was
 # 0.0107 from its golden, which is held to 0.01 (with tiles 0.0062), though each product is as near to float64.
 _FEW_COLUMNS = {"Q4_1": 2048, "Q5_1": 2048}
@@ -238,8 +237,6 @@ class Gemms:
                 plan = self._tiles(*shape, whole=True, **forced)
         columns = gemm_norm.norm_columns(weights.cols) if norm else 0
         variant = WgmmaGemm(first, plan.tokens, epilogue, plan.cluster, plan.groups, columns, second)
-        if gemm_norm.too_wide(columns, variant.registers[1]):  # the tile of so few registers is for few tokens alone
-            return self.product(weights, m, gate=gate, half=half, norm=True, tokens=_WIDER_TILE, room=room)
         if norm:
             # Blocks without a tile of their own norm rows, where there are more rows than groups.
             places = self.multiprocessors * variant.resident // plan.cluster * plan.cluster

@@ -25,7 +25,6 @@ GROUP = 128  # threads
 MOST_NORM_COLUMNS = 8192  # what registers hold of a row
 _MOST_KEPT = 8  # float4 of a thread's row, of which there may be three at once: this row, the next one, the weights
 _MOST_TURN = 4  # rows of a ticket
-_FEW_REGISTERS, _MOST_OF_FEW = 128, 5120  # a thread's registers, and columns of a row that fewer hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +51,6 @@ def norm_columns(cols: int) -> int:
     """The columns that a kernel for rows of `cols` is made for: all threads of a group take as many."""
     row = RowShares.of(cols)
     return 4 * row.apart * row.vectors
-
-
-def too_wide(columns: int, registers: int) -> bool:
-    """Whether consumers with so few registers cannot hold a row."""
-    return registers < _FEW_REGISTERS and columns > _MOST_OF_FEW
 
 
 def turns_of(m: int, tokens: int, parties: int) -> tuple[int, int, int]:
@@ -87,5 +81,5 @@ def build(gemm: WgmmaGemm) -> Any:
     """The kernel of a variant with a norm, as `gemm_wgmma.build` gives it."""
     from frink_numba.kernels.gemm_norm_ops import row_ops
 
-    room = gemm.registers[1] >= _FEW_REGISTERS and RowShares.of(gemm.norm).vectors <= _MOST_KEPT
+    room = RowShares.of(gemm.norm).vectors <= _MOST_KEPT
     return gemm_wgmma.build(gemm, NormOps(*row_ops(gemm.norm, room), room, 128))

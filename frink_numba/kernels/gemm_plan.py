@@ -17,12 +17,12 @@ from frink_numba.kernels.gemm_kinds import FragmentKind
 # Consumer groups of a block, and the tokens of its tile.
 TILES = {
     1: (16, 32, 64, 96, 128),
-    2: (16, 32, 64, 104, 128, 160, 176, 192, 256),
+    2: (32, 64, 104, 128, 160, 176, 192, 256),
     3: (64, 128),
 }
 # Each tile is a kernel to compile, for each kind and epilogue that meets it. Those beside the common ones serve numbers
 # of tokens that come again, as whole chunks of a prompt do, and must gain something.
-COMMON = {1: (32, 64, 128), 2: (16, 64, 128, 256), 3: (128,)}
+COMMON = {1: (16, 32, 64, 128), 2: (64, 128, 256), 3: (128,)}
 _COMES_AGAIN = 128  # a multiple of it
 _RARE = 1.01
 
@@ -52,11 +52,9 @@ _LEAST_GROUPS = 2  # of four steps, a block of a split tile
 _BAND_BYTES = 24 << 20  # tokens walked through together stay in the L2 cache
 
 
-def blocks_on_multiprocessor(tokens: int, cluster: int, groups: int) -> int:
+def blocks_on_multiprocessor(cluster: int, groups: int) -> int:
     """Blocks that a multiprocessor holds at a time."""
-    if cluster > 1 or groups > 2:
-        return 1
-    return 2 if groups == 1 or tokens <= 16 else 1
+    return 2 if groups == 1 and cluster == 1 else 1
 
 
 class Behind(NamedTuple):
@@ -147,7 +145,7 @@ def layouts(
     # Tiles are of one kind each: of slabs of the first kind, then of those behind them.
     last = -(-behind.rows // 64) if behind else 0
     tiles = token_tiles * sum(-(-count // (groups * cluster)) for count in (slabs - last, last))
-    resident = blocks_on_multiprocessor(tokens, cluster, groups)
+    resident = blocks_on_multiprocessor(cluster, groups)
     places = max(1, multiprocessors * resident // cluster)
     swath = max(1, min(token_tiles, _BAND_BYTES // (tokens * cols * 2)))
     crowd = min(resident, -(-tiles // multiprocessors))

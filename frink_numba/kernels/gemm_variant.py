@@ -72,7 +72,7 @@ class WgmmaGemm:
 
     @property
     def resident(self) -> int:
-        return blocks_on_multiprocessor(self.tokens, self.cluster, self.groups)
+        return blocks_on_multiprocessor(self.cluster, self.groups)
 
     @property
     def threads(self) -> int:
@@ -85,8 +85,6 @@ class WgmmaGemm:
             return 40, 216
         if self.groups == 3:
             return 32, 160
-        if self.resident == 2:
-            return 32, 104
         return (40, 232) if self.tokens > 128 else (56, 224)
 
     @property

@@ -153,7 +153,7 @@ def test_shapes_as_planned(kernels: TensorKernels, m: int, n: int, k: int) -> No
 
 @pytest.mark.parametrize(
     ("kind", "groups", "tokens", "cluster"),
-    [("Q4_K", 1, 32, 1), ("Q4_K", 2, 16, 1), ("Q4_K", 2, 128, 1), ("Q6_K", 2, 256, 1), ("Q4_K", 2, 256, 2),
+    [("Q4_K", 1, 32, 1), ("Q4_K", 1, 16, 1), ("Q4_K", 2, 128, 1), ("Q6_K", 2, 256, 1), ("Q4_K", 2, 256, 2),
      ("Q6_K", 3, 128, 1), ("F16", 2, 256, 2), ("Q4_1", 1, 128, 1)],
 )  # fmt: skip
 def test_tiles(kernels: TensorKernels, kind: str, groups: int, tokens: int, cluster: int) -> None:

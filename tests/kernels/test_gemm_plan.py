@@ -74,7 +74,7 @@ def test_every_group_is_done_once(
         tiles = _tiles(plan, -(-second // 64))
         assert len(done) == tiles * step_groups
         assert all(len(who) == 1 for who in done.values())
-        assert plan.blocks <= multiprocessors * blocks_on_multiprocessor(tokens, cluster, groups)
+        assert plan.blocks <= multiprocessors * blocks_on_multiprocessor(cluster, groups)
         assert plan.blocks % plan.cluster == 0
         assert plan.token_tiles * plan.tokens >= m
         if plan.split_tiles:
