@@ -18,12 +18,13 @@ _GROUPS = (2, 3, 4)
 
 # Nanoseconds on an H200, fitted to timings of all cuts: a launch, what parts and each byte of their sums cost, and a step
 # of a slab, which waits for conversion and products alike; the memory gives a multiprocessor so many bytes in one.
-_START, _START_FOUR = 740.0, 340.0
-_MEETING, _MEETING_PART, _SUM_BYTE = 1220.0, 225.0, 5.5e-4
-_STEP, _OPERATION, _TOKEN = 44.6, 0.66, 0.535
-_BYTES = 32.4
-_MANY_GROUPS = 1.093  # of a step, where more than two groups share the rows of x
-_SHORT_RING = 1.094  # of a step, where a multiprocessor holds two stages
+_START, _START_FOUR = 1190.0, 1540.0
+_MEETING, _MEETING_PART, _SUM_BYTE = 1190.0, 134.0, 6e-4
+_STEP, _OPERATION, _TOKEN = 47.6, 0.584, 0.4
+_BYTES = 37.0
+_MANY_GROUPS = 1.031  # of a step, where more than two groups share the rows of x
+_SHORT_RING = 1.155  # of a step, where a multiprocessor holds two stages
+_FULL = 0.117  # of a step, what is added where all multiprocessors are full and share the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,8 @@ def _nanoseconds(
     start = _START + (_START_FOUR if groups == _GROUPS[-1] else 0.0)
     if parts > 1:
         start += _MEETING + _MEETING_PART * parts + _SUM_BYTE * _sum_bytes(tokens, groups, sets, parts)
-    return start + most * groups * GROUP_STEPS * step
+    full = min(1.0, sets * parts / (multiprocessors * variant.resident))
+    return start + most * groups * GROUP_STEPS * step * (1 + _FULL * full**2)
 
 
 def _sum_bytes(tokens: int, groups: int, sets: int, parts: int) -> int:

@@ -256,8 +256,7 @@ class Gemms:
             return None
         shape = rows, cols, self.multiprocessors
         plan = few_plan(kind, m, *shape)
-        # Of up to 32 rows such a kernel was the fastest in nearly all timings, and the tiles' estimates are too low.
-        if m > _TILE_OF_FEW and plan.nanoseconds > self._tiles(kind, m, rows, cols).nanoseconds:
+        if plan.nanoseconds > self._tiles(kind, m, rows, cols).nanoseconds:
             return None
         if room is not None and plan.workspace > room:
             plan = few_plan(kind, m, *shape, parts=1)

@@ -38,6 +38,7 @@ _STEP, _OPERATION = 182.0, 2.48  # clocks of a group's step beside its products,
 _CROWDED = 1.43  # with three groups, which leave each other fewer issue slots
 _NORM = 6  # how sharply the larger of the two counts
 _BYTE = 1 / 95  # from the L2 cache to a multiprocessor
+_WEIGHT_BYTE = 1 / 29.2  # from memory, of all weights, shared by all multiprocessors
 _START, _START_SHARED = 3000.0, 2200.0  # a launch; where two blocks share a multiprocessor, so that launches overlap
 _TILE_END, _CHUNK, _CHUNK_TOKEN = 250.0, 120.0, 4.5
 _PART, _PART_PER_TOKEN = 1400.0, 2.3  # a partial tile, written or added
@@ -164,8 +165,14 @@ def layouts(
     tile_end = _TILE_END + tokens // chunk * (_CHUNK + _CHUNK_TOKEN * chunk)
     start = _START_SHARED if resident > 1 else _START
 
+    weight_bytes = steps * sum(
+        count * part.step_size for count, part in ((slabs - last, kind), (last, behind.kind if behind else kind))
+    )
+    memory = weight_bytes * _WEIGHT_BYTE / multiprocessors
+
     def plan(clusters: int, split_tiles: int, workers: int, time: float) -> Plan:
         blocks = clusters * cluster
+        time = float(time**_NORM + memory**_NORM) ** (1 / _NORM)
         return Plan(
             tokens, cluster, groups, token_tiles, slabs, steps, blocks, split_tiles, workers, swath, start + time
         )

@@ -48,7 +48,7 @@ def tiles_of(kind: str, tier: str) -> list[tuple[int, int | None, int | None]]:
     elif kind in COMMON_TILES:
         tiles = [(t, 1, g) for g, sizes in COMMON.items() for t in sizes]
     else:
-        tiles = [(16, 1, 2), (128, 1, 3)]
+        tiles = [(16, 1, 1), (128, 1, 3)]
     return [*tiles, (256, 2, 2)]
 
 
