@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.command import exit_with
 from benchmarks.torch_device import need_torch, timed
 from frink_numba.driver import query_driver
 from frink_numba.kernels.fused_attention import Attentions, HeadShape, Mirror, sequence_table
@@ -242,4 +243,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.bench_prefill import SHAPES, opened, real_smollm2, record, share_packs
+from benchmarks.command import exit_with
 from frink_numba.backend import Step
 from frink_numba.errors import ModelNotFoundError
 from frink_numba.host.dequantize import dequantize_rows
@@ -140,4 +141,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    exit_with(main)

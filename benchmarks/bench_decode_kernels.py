@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.bench_gemm import random_weights
+from benchmarks.command import exit_with
 from benchmarks.torch_device import need_torch, timed
 from frink_numba.driver import query_driver
 from frink_numba.kernels.decode_attention import DecodeAttentions, DecodeShape
@@ -309,4 +310,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

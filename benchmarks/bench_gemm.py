@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.command import exit_with
 from benchmarks.gemm_cases import Case, cases, random_weights
 from benchmarks.gemm_first_use import first_use
 from benchmarks.torch_device import need_torch, timed
@@ -426,4 +427,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

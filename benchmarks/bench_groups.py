@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.bench_prefill import SHAPES, opened, record, share_packs
+from benchmarks.command import exit_with
 from frink_numba.backend import Step
 from frink_numba.dispatch import StepResult
 from frink_numba.host.kv_cache import KVCache
@@ -174,4 +175,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    exit_with(main)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.command import exit_with
 from frink_numba.backend import Step
 from frink_numba.host.backend import HostBackend
 from frink_numba.host.kv_cache import KVCache
@@ -164,4 +165,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    exit_with(main)

@@ -20,6 +20,7 @@ from json import dumps, loads
 from pathlib import Path
 
 from benchmarks import bench_decode, bench_prefill
+from benchmarks.command import exit_with
 from frink_numba.driver import query_driver
 from frink_numba.receipt import Row, cpu_name, receipt, write_receipt
 
@@ -87,4 +88,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    exit_with(main)

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.command import exit_with
 from frink_numba.backend import Edges, Step
 from frink_numba.cuda.device import open_device
 from frink_numba.cuda.tensor import weights
@@ -341,4 +342,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    exit_with(main)

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.command import exit_with
 from benchmarks.gemm_cases import SHAPES
 from benchmarks.torch_device import need_torch, timed
 from frink_numba.driver import query_driver
@@ -178,4 +179,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.command import exit_with
 from frink_numba.driver import query_driver
 from frink_numba.kernels.device_matrix import DeviceMatrix, pack
 from frink_numba.quant import KINDS, QuantMatrix
@@ -208,4 +209,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

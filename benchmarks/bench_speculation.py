@@ -13,6 +13,7 @@ import argparse
 import time
 from pathlib import Path
 
+from benchmarks.command import exit_with
 from frink_numba.driver import query_driver
 from frink_numba.host.decoder import Decoder
 from frink_numba.host.load import load
@@ -120,4 +121,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    exit_with(main)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.bench_gemm import cut
+from benchmarks.page import print_or_write
 from frink_numba.kernels.decode_attention import MOST_ROWS
 from frink_numba.kernels.gemm import Gemms
 from frink_numba.kernels.gemm_kinds import fragment_kind
 
 _RECEIPTS = Path(__file__).resolve().parent / "receipts"
 PAGE = _RECEIPTS.parent.parent / "docs" / "kernels" / "gemm.md"
-_BEGIN, _END = "<!-- figures -->", "<!-- end of figures -->"
 _CASE = re.compile(r"(\w+) (\S+) (\w+) M=(\d+) N=(\d+) K=(\d+) \S+ (\S+)")
 _MULTIPROCESSORS = 132
 _FEW = 64  # tokens and fewer: the bandwidth counts
@@ -99,16 +98,5 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    text = table()
-    if "--write" in sys.argv:
-        page = PAGE.read_text("utf-8")
-        head, _, rest = page.partition(_BEGIN)
-        _, _, tail = rest.partition(_END)
-        PAGE.write_text(f"{head}{_BEGIN}\n{text}\n{_END}{tail}", "utf-8")
-    else:
-        print(text)
-
-
 if __name__ == "__main__":
-    main()
+    print_or_write(PAGE, table())

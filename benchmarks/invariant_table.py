@@ -6,12 +6,11 @@ python -m benchmarks.invariant_table --write
 from __future__ import annotations
 
 import json
-import sys
 
+from benchmarks.page import print_or_write
 from benchmarks.render_table import RECEIPTS, ROOT
 
 PAGE = ROOT / "docs" / "invariant.md"
-BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
 
 
 def table() -> str:
@@ -31,17 +30,5 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Print the table, or write it into the page."""
-    text = table()
-    if "--write" not in sys.argv:
-        print(text)
-        return
-    page = PAGE.read_text("utf-8")
-    head, _, rest = page.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    PAGE.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}", "utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    print_or_write(PAGE, table())

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.command import exit_with
 from frink_numba.driver import query_driver
 from frink_numba.receipt import Row, cpu_name, receipt, write_receipt
 
@@ -157,6 +158,8 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true", help="measure the cuda backend in place of the host")
     parser.add_argument("--receipt", nargs="?", type=Path, const=Path(), help="write it, by default to receipts/")
     arguments = parser.parse_args()
+    if arguments.gpu and (problem := query_driver().problem):
+        parser.error(problem)
     command = f"python -m benchmarks.startup --runs {arguments.runs}" + " --gpu" * arguments.gpu + " --receipt"
     rows = measure_gpu(arguments.runs) if arguments.gpu else measure(arguments.runs)
     if arguments.receipt is None:
@@ -171,4 +174,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

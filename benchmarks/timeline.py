@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.bench_prefill import SHAPES, layers_step, opened, seconds, share_packs
+from benchmarks.command import exit_with
 from frink_numba.cuda.backend import CudaBackend
 from frink_numba.cuda.device import CudaDevice
 from frink_numba.cuda.tensor import run
@@ -230,4 +231,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    exit_with(main)

@@ -10,11 +10,13 @@ from frink_numba.errors import PromptError
 
 
 def read_text(parser: argparse.ArgumentParser, text: str | None, file: Path | None = None) -> str:
-    """The text of the argument, of `file`, or of stdin for "-" and for nothing.
+    """The text of the argument, of `file`, or of stdin for "-" as either and for nothing.
 
     Nothing on a terminal is wrong usage: a person would wait for an answer that cannot come. PromptError for a file
     that cannot be read or is not UTF-8.
     """
+    if file is not None and str(file) == "-":
+        text, file = "-", None
     try:
         if file is not None:
             return file.read_text("utf-8")

@@ -16,8 +16,8 @@ MOST_ROWS = TOKENS[-1]
 MOST_PARTS = 16
 _GROUPS = (2, 3, 4)
 
-# Nanoseconds on an H200, fitted to timings of all cuts: a launch, what parts and each byte of their sums cost, and a step
-# of a slab, which waits for conversion and products alike; the memory gives a multiprocessor so many bytes in one.
+# Nanoseconds on an H200, fitted to timings of all cuts: a launch, what parts and each byte of their sums cost, and a
+# step of a slab, which waits for conversion and products alike; the memory gives a multiprocessor so many bytes in one.
 _START, _START_FOUR = 1190.0, 1540.0
 _MEETING, _MEETING_PART, _SUM_BYTE = 1190.0, 134.0, 6e-4
 _STEP, _OPERATION, _TOKEN = 47.6, 0.584, 0.4

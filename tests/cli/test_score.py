@@ -81,6 +81,14 @@ def test_a_text_of_one_token_is_one_line(smollm2_path: Path) -> None:
     assert "at least two tokens, got 1" in one_line_error(frink("score", "smollm2-135m", "The"))
 
 
+def test_a_file_that_is_a_dash_is_stdin(smollm2_path: Path) -> None:
+    """As for other programs; a file of that name is ./-."""
+    done = frink("score", "smollm2-135m", "--summary", "--file", "-", stdin=_TEXT)
+    assert done.stdout == frink("score", "smollm2-135m", "--summary", _TEXT).stdout
+    message = one_line_error(frink("score", "smollm2-135m", "--file", "-", stdin=b"caf\xe9 "))
+    assert message.startswith("stdin is not UTF-8 text")
+
+
 def test_a_missing_file_is_one_line(smollm2_path: Path, tmp_path: Path) -> None:
     message = one_line_error(frink("score", "smollm2-135m", "--file", str(tmp_path / "absent.txt")))
     assert message == f"cannot read {tmp_path / 'absent.txt'}: No such file or directory"
