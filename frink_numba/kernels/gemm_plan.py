@@ -38,6 +38,7 @@ _STEP, _OPERATION = 182.0, 2.48  # clocks of a group's step beside its products,
 _CROWDED = 1.43  # with three groups, which leave each other fewer issue slots
 _NORM = 6  # how sharply the larger of the two counts
 _BYTE = 1 / 95  # from the L2 cache to a multiprocessor
+_LATENCY = 1150.0  # of a stage, all others of the ring being on their way
 _WEIGHT_BYTE = 1 / 29.2  # from memory, of all weights, shared by all multiprocessors
 _START, _START_SHARED = 3000.0, 2200.0  # a launch; where two blocks share a multiprocessor, so that launches overlap
 _TILE_END, _CHUNK, _CHUNK_TOKEN = 250.0, 120.0, 4.5
@@ -50,6 +51,7 @@ _MANY_TOKENS, _OTHER_CLUSTER = 4096, 1.01  # two blocks share tokens where there
 _LONE_SLAB = 1.03  # a slab that shares its tokens with no other
 _LEAST_GROUPS = 2  # of four steps, a block of a split tile
 
+_SHARED = 226 * 1024  # bytes of a multiprocessor's rings and staging buffers
 _BAND_BYTES = 24 << 20  # tokens walked through together stay in the L2 cache
 
 
@@ -202,12 +204,20 @@ def layouts(
 def _step(kind: FragmentKind, tokens: int, cluster: int, groups: int, crowd: int, busy: float) -> float:
     """A block's step, with `crowd` blocks on its multiprocessor and such a part of all multiprocessors busy."""
     transfer = crowd * (tokens * 128 / cluster + groups * kind.step_size) * _BYTE
+    latency = _LATENCY / max(1, _stages(kind, tokens, cluster, groups) - 1)
+    transfer = float(transfer**_NORM + latency**_NORM) ** (1 / _NORM)
     fewer = _FEWER if kind.operations else _FEWER_DIRECT
     products = crowd * groups * (tokens * _TOKEN + fewer) * (1 - _IDLE_GAIN * (1 - busy))
     if kind.operations == 0:
         return max(products, transfer)
     alone = (2 * tokens + _STEP + _OPERATION * kind.operations) * _CLOCK * (_CROWDED if groups > 2 else 1.0)
     return max(float(products**_NORM + alone**_NORM) ** (1 / _NORM), transfer)
+
+
+def _stages(kind: FragmentKind, tokens: int, cluster: int, groups: int) -> int:
+    """Stages of a block's ring, or one more: what else lies in shared memory is counted roughly (`gemm_variant.py`)."""
+    room = _SHARED // blocks_on_multiprocessor(cluster, groups) - 2 * groups * chunk_tokens(tokens, 128) * 128
+    return room // (tokens * 128 + groups * kind.step_size)
 
 
 def mma_tokens(m: int, rows: int, multiprocessors: int) -> int:
