@@ -28,7 +28,7 @@ def test_what_is_wrong_is_one_line() -> None:
     def fails() -> int:
         raise BackendError("no backend can run here")
 
-    with pytest.raises(SystemExit, match="^error: no backend can run here$"):
+    with pytest.raises(SystemExit, match=r"^error: no backend can run here$"):
         exit_with(fails)
 
 
