@@ -23,14 +23,14 @@ import functools
 from dataclasses import dataclass, replace
 
 from frink_numba.errors import ShapeError
-from frink_numba.kernels import thin_gemm_cluster, thin_gemm_kernel
+from frink_numba.kernels import thin_gemm_kernel
 from frink_numba.kernels.cubins import Source
 from frink_numba.kernels.gemm import DeviceWeights, HalfRows
 from frink_numba.kernels.gemm_epilogue import GATES, Epilogue
 from frink_numba.kernels.launch import KernelShelf, Launch, LoadedKernel
 from frink_numba.kernels.thin_gemm_kernel import MOST_NORM_COLUMNS, THREADS, ThinGemm
 from frink_numba.kernels.thin_gemm_pair import ThinPair, pair_cut, pair_plan, why_no_pair
-from frink_numba.kernels.thin_gemm_plan import MOST_ROWS, MOST_ROWS_ALONE, ThinDevice, ThinPlan, sums_bytes, thin_plan
+from frink_numba.kernels.thin_gemm_plan import MOST_ROWS, ThinDevice, ThinPlan, sums_bytes, thin_plan
 
 NO_SECOND = (0,) * 7  # of the arguments that only a pair has
 _LEAST_ALONE = 1 << 22  # weights: about what a launch that starts early gains against a block that shares its place
@@ -49,14 +49,11 @@ class NormRows:
 
 
 class ThinGemms:
-    """The thin products of one device: kernels loaded once each. Thread-safe.
+    """The thin products of one device: kernels loaded once each. Thread-safe."""
 
-    clusters: several rows of x are spread over clusters of blocks that share K (sm_90; `thin_gemm_cluster.py`).
-    """
-
-    def __init__(self, capability: tuple[int, int], multiprocessors: int, *, clusters: bool = False) -> None:
+    def __init__(self, capability: tuple[int, int], multiprocessors: int) -> None:
         self._shelf = KernelShelf(capability)
-        self.device = ThinDevice(capability, multiprocessors, clusters and capability == (9, 0))
+        self.device = ThinDevice(capability, multiprocessors)
 
     def product(
         self,
@@ -85,11 +82,6 @@ class ThinGemms:
                 f"a fused norm takes rows of at most {MOST_NORM_COLUMNS} columns, got {weights.cols}: normalize first"
             )
         plan = thin_plan(weights.kind, m, weights.rows, weights.cols, self.device, row_groups)
-        if plan.tokens > MOST_ROWS_ALONE and plan.cluster == 1:
-            raise ShapeError(
-                f"a thin product of {weights.rows} x {weights.cols} {weights.kind} has at most {MOST_ROWS_ALONE} rows "
-                f"on this device, got {m}"
-            )
         variant = variant_of(plan, weights.kind, weights.cols, Epilogue(gate, half), norm, self._shelf.overlap)
         early = not alone or weights.rows * weights.cols < _LEAST_ALONE
         kernel = self._kernel(variant, variant.shared(m, plan), early)
@@ -100,8 +92,8 @@ class ThinGemms:
 
         None where no launch serves both; those of their own have `pair_row_groups` then.
         """
-        if not 1 <= m <= MOST_ROWS_ALONE:
-            raise ShapeError(f"two products at once have 1 to {MOST_ROWS_ALONE} rows, got {m}")
+        if not 1 <= m <= MOST_ROWS:
+            raise ShapeError(f"two products at once have 1 to {MOST_ROWS} rows, got {m}")
         if self.pair_row_groups(first, second) is None:
             return None
         plan = pair_plan(first, second, m, self.device)
@@ -121,7 +113,7 @@ class ThinGemms:
 
     def _kernel(self, variant: ThinGemm, shared: int, early: bool) -> LoadedKernel:
         source, arguments = source_of(variant), thin_gemm_kernel.ARGUMENTS
-        return self._shelf.kernel(source, arguments, shared, cluster=variant.cluster, overlap=variant.overlap and early)
+        return self._shelf.kernel(source, arguments, shared, overlap=variant.overlap and early)
 
     def settle(self) -> None:
         """Load the kernels that were asked for so far; what the compiler or the driver raises."""
@@ -137,18 +129,13 @@ def variant_of(plan: ThinPlan, kind: str, cols: int, epilogue: Epilogue, norm: b
     columns = -(-cols // 64) * 64
     vectors = -(-columns // (4 * THREADS)) if norm else 0
     pieces = 1 if norm else min(8, -(-plan.part_columns // (8 * THREADS))) if plan.tokens == 1 else 8
-    if norm and plan.cluster > 1:
-        pieces = -(-plan.part_columns // (4 * THREADS))
     cut = (plan.tokens, plan.row_groups, plan.slots)
-    return ThinGemm(kind, *cut, epilogue, vectors, pieces, overlap, plan.parts > 1, plan.cluster)
+    return ThinGemm(kind, *cut, epilogue, vectors, pieces, overlap, plan.parts > 1)
 
 
 def source_of(variant: ThinGemm) -> Source:
     """What to compile for a variant: two launches share a multiprocessor."""
-    build = thin_gemm_cluster.build if variant.cluster > 1 else thin_gemm_kernel.build
-    return Source(
-        f"thin_gemm {variant!r}", functools.partial(build, variant), THREADS, 1 if variant.tokens == 32 else 2
-    )
+    return Source(f"thin_gemm {variant!r}", functools.partial(thin_gemm_kernel.build, variant), THREADS, 2)
 
 
 @dataclass(frozen=True, slots=True)

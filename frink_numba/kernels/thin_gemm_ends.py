@@ -15,8 +15,8 @@ from frink_numba.kernels.thin_gemm_scales import SCHEMES
 
 
 @functools.cache
-def partial_ops(name: str, tokens: int, parts: int, stride: int, remote: bool = False) -> tuple[Any, Any]:
-    """(put(acc, address, lane), add_up(address) -> sums): a warp's sums in shared memory, `remote`: of another block.
+def partial_ops(name: str, tokens: int, parts: int, stride: int) -> tuple[Any, Any]:
+    """(put(acc, address, lane), add_up(address) -> sums): a warp's sums in shared memory.
 
     `address`: where the lane's sums lie in the warp's room, and in the first of `parts` rooms that are `stride` bytes
     apart. Parts are added in a tree that is always the same.
@@ -24,7 +24,6 @@ def partial_ops(name: str, tokens: int, parts: int, stride: int, remote: bool = 
     size, own = sum_registers(tokens), own_results(tokens)
     width = len(own)
     names = ",".join(f"${i}" for i in range(width))
-    space = "shared::cluster" if remote else "shared"
 
     @emitted(None, f"f32x{acc_registers(name, tokens)}", "u32", "u32")
     def put(e: Emitter, acc: list[Register], address: Register, lane: Register) -> None:
@@ -38,7 +37,7 @@ def partial_ops(name: str, tokens: int, parts: int, stride: int, remote: bool = 
             e.asm(f"{store}@p st.shared.v2.f32 [$0], {{$1,$2}};\n}}", None, [address, *acc, lane])
             return
         for k in range(0, size, 4):
-            e.asm(f"st.{space}.v4.f32 [$0], {{$1,$2,$3,$4}};", None, [address + 128 * k, *acc[k : k + 4]])
+            e.asm("st.shared.v4.f32 [$0], {$1,$2,$3,$4};", None, [address + 128 * k, *acc[k : k + 4]])
 
     @emitted(f"f32x{size}", "u32")
     def add_up(e: Emitter, address: Register) -> list[Register]:

@@ -78,8 +78,7 @@ class ThinGemm:
 
     tokens: 1, 8 or 16, the most rows of x; row_groups: quarters of a unit; slots: items of a warp's ring; norm: vectors
     of four columns that a thread normalizes, 0 for f16 operands; pieces: 16 bytes of f16 operands that a thread has on
-    their way at a time, or, of a row that a cluster shares and norms, a thread's vectors of its block's share; overlap:
-    see launch.py; parts: whether x comes in parts; cluster: blocks that share K (`thin_gemm_cluster.py`).
+    their way at a time; overlap: see launch.py; parts: whether x comes in parts.
 
     other, other_slots: the kind of the second weights and its ring, where some blocks have such (`thin_gemm_pair.py`).
     """
@@ -93,7 +92,6 @@ class ThinGemm:
     pieces: int = 8
     overlap: bool = True
     parts: bool = False
-    cluster: int = 1
     other: str = ""
     other_slots: int = 0
 

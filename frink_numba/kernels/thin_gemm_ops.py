@@ -191,45 +191,6 @@ def multiply_item(name: str, tokens: int) -> Any:
     return multiply
 
 
-@functools.cache
-def multiply_rows(name: str, tokens: int) -> Any:
-    """multiply(acc, slot, place, lane, x, offset, sums, sums_offset, steps) -> acc: the same.
-
-    x and sums: such addresses for each eight rows of x; the offsets are added to all of them.
-    """
-    size, tiles = acc_registers(name, tokens), column_tiles(tokens)
-
-    @emitted(f"f32x{size}", f"f32x{size}", "u32", "u32", "u32", f"u32x{tiles}", "u32", f"u32x{tiles}", "u32", "u32")
-    def multiply(
-        e: Emitter,
-        acc: list[Register],
-        slot: Register,
-        place: Register,
-        lane: Register,
-        x: list[Register],
-        offset: Register,
-        sums: list[Register],
-        sums_offset: Register,
-        steps: Register,
-    ) -> list[Register]:
-        where = ([at + offset for at in x], [at + sums_offset for at in sums])
-        return _multiply(e, name, tokens, acc, (slot, place, lane), where, steps)
-
-    return multiply
-
-
-@functools.cache
-def rows_of_lane(tokens: int) -> Any:
-    """rows(address, row, last, stride) -> where row `row` of each eight lies, the last row's place beyond it."""
-
-    @emitted(f"u32x{column_tiles(tokens)}", "u32", "u32", "u32", "u32")
-    def rows(e: Emitter, address: Register, row: Register, last: Register, stride: Register) -> list[Register]:
-        numbers = [row + 8 * tile for tile in range(column_tiles(tokens))]
-        return [address + e.asm("min.u32 $0, $1, $2;", "u32", [n, last], pure=True) * stride for n in numbers]
-
-    return rows
-
-
 def _multiply(
     e: Emitter,
     name: str,

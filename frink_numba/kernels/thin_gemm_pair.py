@@ -75,8 +75,7 @@ def pair_cut(first: DeviceWeights, second: DeviceWeights, blocks: int) -> tuple[
 def pair_plan(first: DeviceWeights, second: DeviceWeights, m: int, device: ThinDevice) -> PairPlan | None:
     """The cut of both for `m` rows; None where a block of them leaves no room for one of the next launch."""
     groups, bound = pair_cut(first, second, device.multiprocessors)
-    alone = replace(device, clusters=False)
-    one, two = (thin_plan(w.kind, m, w.rows, w.cols, alone, groups) for w in (first, second))
+    one, two = (thin_plan(w.kind, m, w.rows, w.cols, device, groups) for w in (first, second))
     if one.parts > 1 or two.parts > 1:
         return None
     # x and its sums have the larger size of both, so that a ring may have to be shorter.

@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS, STEP, FragmentKind
 from frink_numba.kernels.thin_gemm_scales import SCHEMES
 
-MOST_ROWS = 32  # rows of x
-MOST_ROWS_ALONE = 16  # where no cluster of blocks shares K
+MOST_ROWS = 16  # of x
 WARPS = 8  # of a block: they keep a multiprocessor busy
 _MOST_SLOTS = 8
-_LEAST_SLOTS = 3  # of a cluster's ring, where two launches are to share a multiprocessor
 _UNIT_COST = 0.8  # what a unit costs beside its items, in items: sums of warps are added up
 # Of a multiprocessor, in microseconds: a byte of weights, a unit's end, and what counts of the busiest one's share, as
 # the rings hold much of it before the launch may begin.
@@ -33,7 +31,6 @@ class ThinDevice:
 
     capability: tuple[int, int]
     multiprocessors: int
-    clusters: bool = False  # blocks share K where there are several rows of x (sm_90)
 
     @property
     def block_shared(self) -> int:
@@ -88,7 +85,7 @@ def sums_bytes(name: str, part_columns: int) -> int:
 
 def fixed_bytes(name: str, tokens: int, slots: int) -> int:
     """Bytes of shared memory beside x: rings; sums of all warps twice; what is known of each row."""
-    return slots * ring_slot(name) + 2 * WARPS * partial_room(tokens) + 16 * max(16, tokens)
+    return slots * ring_slot(name) + 2 * WARPS * partial_room(tokens) + 16 * 16
 
 
 def x_bytes(name: str, part_columns: int) -> int:
@@ -98,7 +95,7 @@ def x_bytes(name: str, part_columns: int) -> int:
 
 def sum_registers(tokens: int) -> int:
     """Sums of a lane: rows g and g + 8 of its tokens: one, two, or two of each eight."""
-    return {1: 2, 8: 4, 16: 8, 32: 16}[tokens]
+    return {1: 2, 8: 4, 16: 8}[tokens]
 
 
 def partial_room(tokens: int) -> int:
@@ -107,8 +104,8 @@ def partial_room(tokens: int) -> int:
 
 
 def token_class(m: int) -> int:
-    """The variant that serves m rows of x: 1, 8, 16 or 32."""
-    return 1 if m == 1 else next(tokens for tokens in (8, 16, 32) if m <= tokens)
+    """The variant that serves m rows of x: 1, 8 or 16."""
+    return 1 if m == 1 else 8 if m <= 8 else 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +127,11 @@ class ThinPlan:
     part_items: int
     part_columns: int
     slots: int
-    cluster: int = 1
 
     @property
     def k_groups(self) -> int:
         """P: what the order of a sum depends on."""
-        return self.cluster * WARPS // self.row_groups
+        return WARPS // self.row_groups
 
 
 def row_cuts(items: int) -> tuple[int, ...]:
@@ -178,17 +174,6 @@ def thin_plan(name: str, m: int, rows: int, cols: int, device: ThinDevice, row_g
 
     def size(columns: int, slots: int) -> int:
         return fixed_bytes(name, tokens, slots) + m * x_bytes(name, columns)
-
-    if tokens > 1 and k_groups > 1 and device.clusters:
-        # A block of the cluster has all rows of x, and of each k_groups items of K one.
-        columns = -(-items // k_groups) * item_columns
-        least = _LEAST_SLOTS if size(columns, _LEAST_SLOTS) <= device.shared_share else 2
-        if size(columns, least) <= device.block_shared:
-            limit = device.shared_share if size(columns, least) <= device.shared_share else device.block_shared
-            slots = max(2, min(_MOST_SLOTS, (limit - size(columns, 0)) // ring_slot(name)))
-            blocks = max(1, device.multiprocessors // k_groups) * k_groups
-            units = -(-quarters // WARPS)
-            return ThinPlan(tokens, WARPS, units, blocks, 1, -(-items // k_groups), columns, slots, cluster=k_groups)
 
     # All of x where it fits, else parts in which all warps have equally many items.
     columns, parts = steps * STEP, 1

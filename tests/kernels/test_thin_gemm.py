@@ -15,7 +15,6 @@ from frink_numba.kernels.thin_gemm import ThinGemms, source_of, variant_of
 from frink_numba.kernels.thin_gemm_ops import item_regions
 from frink_numba.kernels.thin_gemm_plan import (
     ThinDevice,
-    ThinPlan,
     item_bytes,
     item_steps,
     sum_columns,
@@ -25,7 +24,6 @@ from frink_numba.kernels.thin_gemm_plan import (
 from frink_numba.kernels.thin_gemm_scales import SCHEMES
 
 H200 = ThinDevice((9, 0), 132)
-CLUSTERS = ThinDevice((9, 0), 132, clusters=True)
 VARIANTS = [
     # kind, m, rows, cols, gate, half, norm, architecture
     ("Q4_K", 1, 28672, 4096, "swiglu", True, True, "90a"),
@@ -34,24 +32,19 @@ VARIANTS = [
     ("Q8_0", 1, 28672, 4096, "swiglu", True, True, "90a"),
     ("Q3_K", 8, 4096, 4096, "", False, True, "80"),
     ("half", 16, 4096, 8192, "geglu", True, True, "120"),
-    ("Q4_K", 8, 6144, 4096, "", False, True, "90a", "clusters"),
-    ("Q6_K", 16, 4096, 14336, "", False, False, "90a", "clusters"),
-    ("Q4_K", 32, 28672, 4096, "swiglu", True, True, "90a", "clusters"),
-    ("half", 32, 4096, 4096, "", False, False, "90a", "clusters"),
 ]
 
 
 @pytest.mark.parametrize("case", VARIANTS, ids=lambda c: f"{c[0]}-{c[1]}-{c[-1]}")
 def test_kernels_compile_without_spills(case: tuple[Any, ...]) -> None:
-    kind, m, rows, cols, gate, half, norm, arch, *rest = case
-    shared = bool(rest)
+    kind, m, rows, cols, gate, half, norm, arch = case
     capability = (int(arch.rstrip("a")[:-1]), int(arch.rstrip("a")[-1]))
-    plan = thin_plan(kind, m, rows, cols, ThinDevice(capability, 132, shared))
+    plan = thin_plan(kind, m, rows, cols, ThinDevice(capability, 132))
     variant = variant_of(plan, kind, cols, Epilogue(gate, half), norm, arch.startswith("90"))
     cubin = compile_kernel(source_of(variant), Target(arch))
     assert cubin.spilled == 0
     assert cubin.remarks == ()
-    assert cubin.registers <= (255 if plan.tokens == 32 else 128), "two blocks do not fit a multiprocessor"
+    assert cubin.registers <= 128, "two blocks do not fit a multiprocessor"
 
 
 @pytest.mark.parametrize("name", FRAGMENT_KINDS)
@@ -68,10 +61,9 @@ def test_regions_cover_an_item(name: str) -> None:
 @pytest.mark.parametrize("name", FRAGMENT_KINDS)
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)])
 def test_cuts_cover_everything(name: str, capability: tuple[int, int]) -> None:
-    for m in (1, 2, 5, 8, 16, 32):
+    for m in (1, 2, 5, 8, 16):
         for rows, cols in ((1, 32), (960, 576), (4096, 4096), (4096, 14336), (128256, 2048)):
-            for clusters in (False, True) if capability == (9, 0) else (False,):
-                _check_cut(ThinDevice(capability, 132, clusters), name, m, rows, cols)
+            _check_cut(ThinDevice(capability, 132), name, m, rows, cols)
 
 
 def _check_cut(device: ThinDevice, name: str, m: int, rows: int, cols: int) -> None:
@@ -83,11 +75,6 @@ def _check_cut(device: ThinDevice, name: str, m: int, rows: int, cols: int) -> N
     quarters, steps = -(-rows // 16), -(-cols // 64)
     items = -(-steps // item_steps(kind))
     assert plan.units * plan.row_groups >= quarters > (plan.units - 1) * plan.row_groups
-    if plan.cluster > 1:
-        _check_shared_cut(device, plan, name, m, cols, items)
-        return
-    if m > 16:
-        return  # not served
     assert plan.parts * plan.part_items >= items > (plan.parts - 1) * plan.part_items
     assert plan.part_columns == min(plan.part_items * 64 * item_steps(kind), -(-cols // 64) * 64)
     assert plan.parts == 1 or plan.part_items % plan.k_groups == 0 or device.block_shared < 100 << 10, (
@@ -102,27 +89,13 @@ def _check_cut(device: ThinDevice, name: str, m: int, rows: int, cols: int) -> N
         assert 2 * (device.shared_share + 1024) <= 228 * 1024
 
 
-def _check_shared_cut(device: ThinDevice, plan: ThinPlan, name: str, m: int, cols: int, items: int) -> None:
-    """Blocks of a cluster have equal shares of K, clusters are whole, two launches fit where that was meant."""
-    assert device == CLUSTERS
-    assert m > 1
-    assert plan.cluster == plan.k_groups
-    assert plan.parts == 1
-    assert plan.cluster * plan.part_items >= items > plan.cluster * (plan.part_items - 1)
-    assert plan.part_columns == plan.part_items * 64 * item_steps(FRAGMENT_KINDS[name])
-    assert plan.blocks % plan.cluster == 0
-    assert plan.slots >= 2
-    assert variant_of(plan, name, cols, Epilogue(), False, True).shared(m, plan) <= device.block_shared
-
-
 @pytest.mark.parametrize("name", FRAGMENT_KINDS)
 def test_sums_do_not_depend_on_the_number_of_rows(name: str) -> None:
-    """K is shared by as many warps, of one block or of several, in the same turns, whatever m is."""
+    """K is shared by as many warps, in the same turns, whatever m is."""
     for rows, cols in ((1024, 4096), (28672, 4096), (4096, 14336), (960, 768)):
-        plans = [thin_plan(name, m, rows, cols, CLUSTERS) for m in range(1, 33)]
-        plans += [thin_plan(name, m, rows, cols, H200) for m in range(1, 17)]
+        plans = [thin_plan(name, m, rows, cols, H200) for m in range(1, 17)]
         assert len({plan.k_groups for plan in plans}) == 1
-        assert plans[0].cluster == plans[0].parts == 1
+        assert plans[0].parts == 1
 
 
 @pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if scheme])
@@ -140,10 +113,8 @@ def test_requests_that_make_no_sense() -> None:
         ThinGemms((7, 5), 40)
     thins = ThinGemms((9, 0), 132)
     weights = DeviceWeights("Q4_K", 64, 16384, False, (1.0,), 0, 0)
-    with pytest.raises(ShapeError, match="1 to 32 rows, got 33"):
-        thins.product(weights, 33)
-    with pytest.raises(ShapeError, match="at most 16 rows on this device, got 17"):
-        ThinGemms((8, 0), 108).product(weights, 17)
+    with pytest.raises(ShapeError, match="1 to 16 rows, got 17"):
+        thins.product(weights, 17)
     with pytest.raises(ShapeError, match="not gated"):
         thins.product(weights, 1, gate="swiglu")
     with pytest.raises(ShapeError, match="at most 8192 columns, got 16384"):

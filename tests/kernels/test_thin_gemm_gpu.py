@@ -11,7 +11,7 @@ import pytest
 from frink_numba.kernels.gemm_epilogue import GATES
 from frink_numba.kernels.gemm_pack import pack
 from frink_numba.kernels.thin_gemm import ThinGemms
-from frink_numba.kernels.thin_gemm_plan import MOST_ROWS_ALONE
+from frink_numba.kernels.thin_gemm_plan import MOST_ROWS
 from tests.kernels.gate_case import check_activation, exact_operands, true_activation
 from tests.kernels.gemm_device import dequantized, relative_error, worst_row_error
 from tests.kernels.packed_weights import random_matrix
@@ -26,15 +26,15 @@ BLOCK_32 = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "F16", "BF16", "F3
 BLOCK_256 = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["alone", "clusters"])
-def thins(request: pytest.FixtureRequest) -> Iterator[ThinGemms]:
+@pytest.fixture(scope="module")
+def thins() -> Iterator[ThinGemms]:
     from numba import cuda
 
     device = cuda.get_current_device()
     capability = tuple(device.compute_capability)
     if capability < (8, 0):
         pytest.skip(f"thin products do not run on compute capability {capability}")
-    made = ThinGemms(capability, device.MULTIPROCESSOR_COUNT, clusters=request.param)
+    made = ThinGemms(capability, device.MULTIPROCESSOR_COUNT)
     yield made
     made.close()
 
@@ -67,11 +67,8 @@ def test_every_kind_against_float64(thins: ThinGemms, kind: str, row_groups: int
     check(thins, kind, 8, 77, 2560 if kind in BLOCK_256 else 2528, row_groups=row_groups)
 
 
-@pytest.mark.parametrize("m", range(1, 33))
+@pytest.mark.parametrize("m", range(1, MOST_ROWS + 1))
 def test_every_row_count(thins: ThinGemms, m: int) -> None:
-    """M = 1 to 32: from 2 on, a cluster of blocks shares K."""
-    if m > MOST_ROWS_ALONE and not thins.device.clusters:
-        pytest.skip("rows beyond 16 need clusters of blocks")
     check(thins, "Q4_K", m, 1000, 4096)
     check(thins, "Q4_0", m, 210, 3072)
     check(thins, "Q6_K", m, 5000, 512, norm=True)
@@ -196,8 +193,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(thins: ThinGemms, kind: str
     """To the bit, whatever their number and values: speculation rests on it."""
     rng = np.random.default_rng(8)
     packed = pack([random_matrix(kind, n, k, rng)])
-    most = 32 if thins.device.clusters and k <= 4096 else 16
-    x = rng.standard_normal((most, k)).astype(np.float32)
+    x = rng.standard_normal((MOST_ROWS, k)).astype(np.float32)
     weight = (1 + rng.standard_normal(k)).astype(np.float32) if norm else None
     everyone = run_thin(thins, packed, x, norm=weight).out[0]
     for m in (1, 2, 3, 8, 9, 16):

@@ -156,9 +156,8 @@ class MachineThins(ThinGemms):
         device: MachineDevice,
         multiprocessors: int = 3,
         change: Callable[[str], str] = lambda text: text,
-        clusters: bool = False,
     ) -> None:
-        super().__init__(capability, multiprocessors, clusters=clusters)
+        super().__init__(capability, multiprocessors)
         self._held, self._change = device, change
 
     def _kernel(self, variant: Any, shared: int, early: bool) -> Any:
@@ -170,30 +169,23 @@ class MachineThins(ThinGemms):
             lambda m: "\n".join(f".reg {m.group(1)} {name};" for name in m.group(2).split(", ")),
             text,
         )
-        return _MachineKernel(text, source.threads, shared, self._held, variant.cluster)
+        return _MachineKernel(text, source.threads, shared, self._held)
 
 
 class _MachineKernel:
     """Stands in for a LoadedKernel."""
 
-    def __init__(self, text: str, threads: int, shared: int, device: MachineDevice, cluster: int) -> None:
+    def __init__(self, text: str, threads: int, shared: int, device: MachineDevice) -> None:
         self._program, self._device = Program.parse(text), device
-        self._shape, self._cluster = (threads, shared), cluster
+        self._shape = threads, shared
 
     def bind(self, blocks: int, *values: float) -> Callable[[int], None]:
         threads, shared = self._shape
         kinds = [kind for _, kind in thin_gemm_kernel.ARGUMENTS]
 
         def launch(_: int) -> None:
-            shape = (self._program, self._device.memory, threads, blocks, values, kinds, shared)
-            machine: ThinMachine
-            if self._cluster > 1:
-                from tests.kernels.cluster_machine import ClusterMachine
-
-                machine = ClusterMachine(*shape, self._cluster)
-            else:
-                machine = ThinMachine(*shape)
-            for block in range(blocks // self._cluster):
+            machine = ThinMachine(self._program, self._device.memory, threads, blocks, values, kinds, shared)
+            for block in range(blocks):
                 machine.run(block)
 
         return launch
