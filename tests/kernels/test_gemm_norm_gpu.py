@@ -214,7 +214,10 @@ def test_two_streams_at_once(kernels: TensorKernels, case: Any) -> None:
 @pytest.mark.parametrize("left", [1, 5, 40])
 @pytest.mark.parametrize("case", CROWDED, ids=lambda case: f"{case[0]}-{case[1]}-{case[2]}-{case[3]}")
 def test_where_a_part_of_the_grid_has_room(kernels: TensorKernels, case: Any, left: int, launches: int) -> None:
-    """Issue 6: another kernel holds all multiprocessors but a few, until the products have ended."""
+    """Issue 6: another kernel holds all multiprocessors but a few, until the products have ended.
+
+    The stream is asked again and again: cuStreamSynchronize right behind the launch waits for the other kernel too.
+    """
     from cuda.bindings import driver
     from numba import cuda
 
@@ -231,18 +234,19 @@ def test_where_a_part_of_the_grid_has_room(kernels: TensorKernels, case: Any, le
     cuda.synchronize()
     holder, stream, third = (cuda.stream() for _ in range(3))
 
-    def holds() -> bool:
-        (state,) = driver.cuStreamQuery(int(holder.handle))
+    def busy(of: Any) -> bool:
+        (state,) = driver.cuStreamQuery(int(of.handle))
         return state == driver.CUresult.CUDA_ERROR_NOT_READY
 
     kernel.bind(kernels.gemms.multiprocessors - left, address(let_go), 2_000_000_000)(int(holder.handle))
     time.sleep(0.002)
     begun = time.perf_counter()
-    before = holds()
+    before = busy(holder)
     for _ in range(launches):
         made.launch(int(stream.handle))
-    stream.synchronize()
-    after, took = holds(), time.perf_counter() - begun
+    while busy(stream):
+        pass
+    after, took = busy(holder), time.perf_counter() - begun
     let_go.copy_to_device(np.ones(1, np.uint32), stream=third)
     cuda.synchronize()
     shelf.close()
