@@ -204,7 +204,7 @@ def layouts(
 def _step(kind: FragmentKind, tokens: int, cluster: int, groups: int, crowd: int, busy: float) -> float:
     """A block's step, with `crowd` blocks on its multiprocessor and such a part of all multiprocessors busy."""
     transfer = crowd * (tokens * 128 / cluster + groups * kind.step_size) * _BYTE
-    latency = _LATENCY / max(1, _stages(kind, tokens, cluster, groups) - 1)
+    latency = _LATENCY / max(1, ring_stages(kind, tokens, cluster, groups) - 1)
     transfer = float(transfer**_NORM + latency**_NORM) ** (1 / _NORM)
     fewer = _FEWER if kind.operations else _FEWER_DIRECT
     products = crowd * groups * (tokens * _TOKEN + fewer) * (1 - _IDLE_GAIN * (1 - busy))
@@ -214,8 +214,8 @@ def _step(kind: FragmentKind, tokens: int, cluster: int, groups: int, crowd: int
     return max(float(products**_NORM + alone**_NORM) ** (1 / _NORM), transfer)
 
 
-def _stages(kind: FragmentKind, tokens: int, cluster: int, groups: int) -> int:
-    """Stages of a block's ring, or one more: what else lies in shared memory is counted roughly (`gemm_variant.py`)."""
+def ring_stages(kind: FragmentKind, tokens: int, cluster: int, groups: int) -> int:
+    """About as many as a block's ring has: one off at most where they are few (`gemm_variant.py` counts them)."""
     room = _SHARED // blocks_on_multiprocessor(cluster, groups) - 2 * groups * chunk_tokens(tokens, 128) * 128
     return room // (tokens * 128 + groups * kind.step_size)
 

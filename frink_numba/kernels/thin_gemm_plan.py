@@ -85,7 +85,7 @@ def sums_bytes(name: str, part_columns: int) -> int:
 
 def fixed_bytes(name: str, tokens: int, slots: int) -> int:
     """Bytes of shared memory beside x: rings; sums of all warps twice; what is known of each row."""
-    return slots * ring_slot(name) + 2 * WARPS * partial_room(tokens) + 16 * 16
+    return slots * ring_slot(name) + 2 * WARPS * partial_room(tokens) + 16 * MOST_ROWS
 
 
 def x_bytes(name: str, part_columns: int) -> int:

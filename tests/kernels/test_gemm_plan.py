@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from frink_numba.kernels.few_gemm_plan import FewPlan
 from frink_numba.kernels.gemm import Gemms, plan_workspace
+from frink_numba.kernels.gemm_epilogue import Epilogue
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS
 from frink_numba.kernels.gemm_plan import (
     COMMON,
@@ -16,6 +18,7 @@ from frink_numba.kernels.gemm_plan import (
     blocks_on_multiprocessor,
     layouts,
     make_plan,
+    ring_stages,
 )
 from frink_numba.kernels.gemm_variant import FLAG_BYTES, WgmmaGemm
 
@@ -111,6 +114,31 @@ def test_the_cost_of_two_kinds_lies_between_theirs(m: int) -> None:
 def test_blocks_of_two_kinds_do_not_share_tokens(m: int) -> None:
     """On an H200 no such tile of a cluster was as fast as the same one alone."""
     assert make_plan(m, 6144, 4096, FRAGMENT_KINDS["Q4_K"], 132, behind=Behind(Q6, 1024)).cluster == 1
+
+
+@pytest.mark.parametrize("kind", FRAGMENT_KINDS)
+def test_few_stages_of_a_ring_are_known(kind: str) -> None:
+    """The latency of a stage is shared by them: one more or less counts where they are few."""
+    for groups, tiles in TILES.items():
+        for tokens in tiles:
+            for epilogue in (Epilogue(), Epilogue(half=True), Epilogue("swiglu", True)):
+                stages = WgmmaGemm(kind, tokens, epilogue, 1, groups).stages
+                assert stages > 8 or abs(ring_stages(FRAGMENT_KINDS[kind], tokens, 1, groups) - stages) <= 1
+
+
+@pytest.mark.parametrize("m", [128, 256])
+def test_wide_rows_of_some_tokens_lie_in_one_block(m: int) -> None:
+    """Of F16, two blocks of a slab have three stages each: 29 % slower with 256 rows of 8B (small-cuts-h200.txt)."""
+    assert make_plan(m, 4096, 14336, FRAGMENT_KINDS["half"], 132).groups == 2
+
+
+def test_tiles_take_what_they_do_sooner() -> None:
+    """256 slabs fill all places with a tile of one slab each; fewer slabs have their kernel (small-cuts-h200.txt)."""
+    gemms = Gemms("wgmma", (9, 0), 132)
+    gate_up = gemms.plan("Q4_0", 16, 16384, 3072)
+    assert isinstance(gate_up, Plan)
+    assert (gate_up.groups, gate_up.tokens, gate_up.split_tiles) == (1, 16, 0)
+    assert isinstance(gemms.plan("Q4_0", 16, 4096, 4096), FewPlan)
 
 
 def test_small_grids_fill_the_machine() -> None:
