@@ -18,6 +18,8 @@ def print_or_write(page: Path, text: str) -> None:
     if "--write" not in sys.argv:
         print(text)
         return
-    head, _, rest = page.read_text("utf-8").partition(_BEGIN)
-    _, _, tail = rest.partition(_END)
+    head, begin, rest = page.read_text("utf-8").partition(_BEGIN)
+    _, end, tail = rest.partition(_END)
+    if not (begin and end):
+        sys.exit(f"error: {page} has no place for figures: {_BEGIN} and {_END}")
     page.write_text(f"{head}{_BEGIN}\n{text}\n{_END}{tail}", "utf-8")

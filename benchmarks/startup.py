@@ -26,6 +26,7 @@ from pathlib import Path
 
 from benchmarks.command import exit_with
 from frink_numba.driver import query_driver
+from frink_numba.errors import BackendUnavailable
 from frink_numba.receipt import Row, cpu_name, receipt, write_receipt
 
 RECEIPTS = Path(__file__).resolve().parent / "receipts"
@@ -159,7 +160,7 @@ def main() -> None:
     parser.add_argument("--receipt", nargs="?", type=Path, const=Path(), help="write it, by default to receipts/")
     arguments = parser.parse_args()
     if arguments.gpu and (problem := query_driver().problem):
-        parser.error(problem)
+        raise BackendUnavailable(problem)
     command = f"python -m benchmarks.startup --runs {arguments.runs}" + " --gpu" * arguments.gpu + " --receipt"
     rows = measure_gpu(arguments.runs) if arguments.gpu else measure(arguments.runs)
     if arguments.receipt is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 from frink_numba.cli import arguments as common
 from frink_numba.cli import output
@@ -14,7 +13,7 @@ from frink_numba.cli import output
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.engine(parser)
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help='the prompt; "-" or nothing reads stdin')
-    parser.add_argument("--file", type=Path, metavar="FILE", help="read the prompt from a UTF-8 file, - is stdin")
+    parser.add_argument("--file", metavar="FILE", help="read the prompt from a UTF-8 file, - is stdin")
     parser.add_argument(
         "--chat", action="store_true", help="wrap the prompt in the model's chat template, as a user's turn"
     )

@@ -9,17 +9,17 @@ from pathlib import Path
 from frink_numba.errors import PromptError
 
 
-def read_text(parser: argparse.ArgumentParser, text: str | None, file: Path | None = None) -> str:
+def read_text(parser: argparse.ArgumentParser, text: str | None, file: str | None = None) -> str:
     """The text of the argument, of `file`, or of stdin for "-" as either and for nothing.
 
     Nothing on a terminal is wrong usage: a person would wait for an answer that cannot come. PromptError for a file
     that cannot be read or is not UTF-8.
     """
-    if file is not None and str(file) == "-":
+    if file == "-":  # ./- is a file
         text, file = "-", None
     try:
         if file is not None:
-            return file.read_text("utf-8")
+            return Path(file).read_text("utf-8")
         if text is not None and text != "-":
             return text
         if sys.stdin is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frink_numba.cli import arguments as common
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.engine(parser)
     parser.add_argument("text", metavar="TEXT", nargs="?", help='the text; "-" or nothing reads stdin')
-    parser.add_argument("--file", type=Path, metavar="FILE", help="read the text from a UTF-8 file, - is stdin")
+    parser.add_argument("--file", metavar="FILE", help="read the text from a UTF-8 file, - is stdin")
     parser.add_argument("--lines", action="store_true", help="every line is a text of its own; empty ones are skipped")
     parser.add_argument("--summary", action="store_true", help="write the totals only, no line per token")
 

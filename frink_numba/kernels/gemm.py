@@ -255,12 +255,12 @@ class Gemms:
         if self.invariant or cols < _FEW_COLUMNS.get(kind, 0) or few_gemm_plan.why_not(kind, m, cols) is not None:
             return None
         shape = rows, cols, self.multiprocessors
-        plan = few_plan(kind, m, *shape)
-        if plan.nanoseconds > self._tiles(kind, m, rows, cols).nanoseconds:
-            return None
+        plan, tiles = few_plan(kind, m, *shape), self._tiles(kind, m, rows, cols)
         if room is not None and plan.workspace > room:
             plan = few_plan(kind, m, *shape, parts=1)
-        return plan
+        if room is not None and plan_workspace(kind, tiles) > room:
+            tiles = self._tiles(kind, m, rows, cols, whole=True)
+        return plan if plan.nanoseconds <= tiles.nanoseconds else None
 
     def _tiles(
         self, kind: str, m: int, rows: int, cols: int, behind: Behind | None = None, whole: bool = False, **forced: Any

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from frink_numba.errors import ShapeError
 from frink_numba.kernels.gemm_epilogue import chunk_tokens
 from frink_numba.kernels.gemm_kinds import FragmentKind
 
@@ -103,8 +104,8 @@ def make_plan(
 ) -> Plan:
     """The fastest plan for M tokens and `rows` packed weight rows of `cols`.
 
-    `tokens`, `cluster` and `groups` force the tile; `whole`: no tile is cut along K. behind: those of the rows that are
-    of another kind.
+    `tokens`, `cluster` and `groups` force the tile (ShapeError where there is none such); `whole`: no tile is cut along
+    K. behind: those of the rows that are of another kind.
     """
     plans = [
         plan
@@ -126,6 +127,8 @@ def make_plan(
         rare = 1.0 if plan.tokens in COMMON[plan.groups] else _RARE
         return (plan.nanoseconds * rare, plan.cluster, plan.groups, plan.tokens, plan.split_tiles)
 
+    if not plans:
+        raise ShapeError(f"no tile has {groups} slabs and {tokens} tokens: those of so many slabs have {TILES}")
     return min(plans, key=cost)
 
 
@@ -215,7 +218,10 @@ def _step(kind: FragmentKind, tokens: int, cluster: int, groups: int, crowd: int
 
 
 def ring_stages(kind: FragmentKind, tokens: int, cluster: int, groups: int) -> int:
-    """About as many as a block's ring has: one off at most where they are few (`gemm_variant.py` counts them)."""
+    """About as many as a block's ring has: one off at most where they are few (`gemm_variant.py` counts them).
+
+    Those of a product of two kinds are as large as the larger kind's: each kind has too many here.
+    """
     room = _SHARED // blocks_on_multiprocessor(cluster, groups) - 2 * groups * chunk_tokens(tokens, 128) * 128
     return room // (tokens * 128 + groups * kind.step_size)
 

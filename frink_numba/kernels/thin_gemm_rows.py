@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from frink_numba.kernels.gemm_store import out_scales
@@ -76,26 +75,13 @@ def _store_where(e: Emitter, address: Register, values: Sequence[Register], cond
     e.asm(template, None, [address, _flag(e, condition), *values])
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A block's columns of x: of each `blocks` items of `columns` columns one. Both are powers of two."""
-
-    blocks: int
-    columns: int
-
-    def column(self, own: Register, rank: Register) -> Register:
-        """The column of x that is the block's `own`-th."""
-        item, within = own >> (self.columns.bit_length() - 1), own & (self.columns - 1)
-        return (((item << (self.blocks.bit_length() - 1)) + rank) << (self.columns.bit_length() - 1)) + within
-
-
 @functools.cache
-def copy_rows(threads: int, columns: int, together: int, share: Share | None = None) -> Any:
+def copy_rows(threads: int, columns: int, together: int) -> Any:
     """copy(x, first, count, pieces, inverse, cols, column, target, stride, sums, sums_stride):
 
     `together` pieces of 16 bytes a thread at a time, by whole warps. Piece i of `count` is piece i mod `pieces` of row
-    i / pieces (`inverse` = 2**32 / pieces, rounded up); `column` is the part's first, or with a share whose it is;
-    zeros beyond `cols`. Rows lie `stride` bytes apart in shared memory, the sums of each `columns` columns (0: none) at
+    i / pieces (`inverse` = 2**32 / pieces, rounded up); `column` is the part's first; zeros
+    beyond `cols`. Rows lie `stride` bytes apart in shared memory, the sums of each `columns` columns (0: none) at
     `sums`, `sums_stride` apart.
     """
 
@@ -120,7 +106,7 @@ def copy_rows(threads: int, columns: int, together: int, share: Share | None = N
             index = first + threads * k
             row = e.asm("mul.hi.u32 $0, $1, $2;", "u32", [index, inverse], pure=True)
             piece = index - row * pieces
-            at = share.column(piece << 3, column) if share else column + (piece << 3)
+            at = column + (piece << 3)
             flag = _flag(e, b.and_(_less(e, index, count), _less(e, at, cols)))
             source = x + ((e.widen(row) * e.widen(cols) + e.widen(at)) << 1)
             loaded.append((index, row, piece, e.asm(_LOAD_OR_ZERO, "u32x4", [source, flag])))
@@ -225,84 +211,6 @@ def norm_ops(vectors: int, threads: int, columns: int) -> tuple[Any, Any, Any]:
         _row_op(vectors, threads, one)
 
     return load, measure, convert
-
-
-@functools.cache
-def norm_share_ops(vectors: int, together: int, threads: int, columns: int, share: Share) -> tuple[Any, Any, Any]:
-    """A thread's part of its block's share of float32 rows, `vectors` times four columns, as `norm_ops` has it.
-
-    load_weight(weight, thread, cols, rank, end) -> values, zeros beyond `cols`; load(x, first, last, thread, cols,
-    rank, end) -> those of `together` rows from row `first` on, of the last one beyond it; convert(values, weight,
-    scales, first, m, thread, end, target, stride, sums, sums_stride): the f16 of the share's `end` columns of these
-    rows and the sums of each `columns` of them (0: none). 1 / rms and 1 / scale of row i are at scales + 16 i + 8.
-    """
-    count = 4 * vectors
-
-    def load_row(
-        e: Emitter, row: Register, thread: Register, cols: Register, rank: Register, end: Register
-    ) -> list[Register]:
-        def one(_: int, apart: int) -> list[Register]:
-            own = (thread + apart) << 2
-            at = share.column(own, rank)
-            flag = _flag(e, e.builder.and_(_less(e, at, cols), _less(e, own, end)))
-            return e.asm(_LOAD_OR_ZERO, "f32x4", [row + (e.widen(at) << 2), flag])
-
-        return [value for four in _row_op(vectors, threads, one) for value in four]
-
-    @emitted(f"f32x{count}", "u64", "u32", "u32", "u32", "u32")
-    def load_weight(
-        e: Emitter, weight: Register, thread: Register, cols: Register, rank: Register, end: Register
-    ) -> list[Register]:
-        return load_row(e, weight, thread, cols, rank, end)
-
-    @emitted(f"f32x{count * together}", "u64", "u32", "u32", "u32", "u32", "u32", "u32")
-    def load(
-        e: Emitter,
-        x: Register,
-        first: Register,
-        last: Register,
-        thread: Register,
-        cols: Register,
-        rank: Register,
-        end: Register,
-    ) -> list[Register]:
-        out = []
-        for i in range(together):
-            row = e.asm("min.u32 $0, $1, $2;", "u32", [first + i, last], pure=True)
-            out += load_row(e, x + ((e.widen(row) * e.widen(cols)) << 2), thread, cols, rank, end)
-        return out
-
-    @emitted(None, f"f32x{count * together}", f"f32x{count}", *["u32"] * 9)
-    def convert(
-        e: Emitter,
-        values: list[Register],
-        weight: list[Register],
-        scales: Register,
-        first: Register,
-        m: Register,
-        thread: Register,
-        end: Register,
-        target: Register,
-        stride: Register,
-        sums: Register,
-        sums_stride: Register,
-    ) -> None:
-        for i in range(together):
-            row = first + i
-            factors = e.asm("ld.shared.v2.f32 {$0,$1}, [$2+8];", "f32x2", [scales + (row << 4)])
-            targets = (target + row * stride, sums + row * sums_stride)
-
-            def one(
-                at: int, apart: int, row: Register = row, factors: Any = factors, targets: Any = targets, i: int = i
-            ) -> None:
-                own = (thread + apart) << 2
-                inside = e.builder.and_(_less(e, own, end), _less(e, row, m))
-                four = slice(count * i + at, count * i + at + 4)
-                _put_normed(e, values[four], weight[at : at + 4], factors, own, inside, targets, columns)
-
-            _row_op(vectors, threads, one)
-
-    return load_weight, load, convert
 
 
 @functools.cache

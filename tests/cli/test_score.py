@@ -85,6 +85,8 @@ def test_a_file_that_is_a_dash_is_stdin(smollm2_path: Path) -> None:
     """As for other programs; a file of that name is ./-."""
     done = frink("score", "smollm2-135m", "--summary", "--file", "-", stdin=_TEXT)
     assert done.stdout == frink("score", "smollm2-135m", "--summary", _TEXT).stdout
+    missing = one_line_error(frink("score", "smollm2-135m", "--file", "./-", stdin=_TEXT))
+    assert missing == "cannot read ./-: No such file or directory"
     message = one_line_error(frink("score", "smollm2-135m", "--file", "-", stdin=b"caf\xe9 "))
     assert message.startswith("stdin is not UTF-8 text")
 

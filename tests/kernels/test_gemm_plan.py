@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frink_numba.kernels.few_gemm_plan import FewPlan
+from frink_numba.errors import ShapeError
+from frink_numba.kernels.few_gemm_plan import FewPlan, few_plan
 from frink_numba.kernels.gemm import Gemms, plan_workspace
 from frink_numba.kernels.gemm_epilogue import Epilogue
 from frink_numba.kernels.gemm_kinds import FRAGMENT_KINDS
@@ -127,9 +128,10 @@ def test_few_stages_of_a_ring_are_known(kind: str) -> None:
 
 
 @pytest.mark.parametrize("m", [128, 256])
-def test_wide_rows_of_some_tokens_lie_in_one_block(m: int) -> None:
-    """Of F16, two blocks of a slab have three stages each: 29 % slower with 256 rows of 8B (small-cuts-h200.txt)."""
-    assert make_plan(m, 4096, 14336, FRAGMENT_KINDS["half"], 132).groups == 2
+def test_products_of_some_rows_in_f16_have_long_rings(m: int) -> None:
+    """Two blocks of a slab have three stages each: 29 and 38 % slower with 256 rows (small-cuts-h200.txt)."""
+    for rows, cols in ((4096, 14336), (3072, 8192)):
+        assert make_plan(m, rows, cols, FRAGMENT_KINDS["half"], 132).groups > 1
 
 
 def test_tiles_take_what_they_do_sooner() -> None:
@@ -139,6 +141,24 @@ def test_tiles_take_what_they_do_sooner() -> None:
     assert isinstance(gate_up, Plan)
     assert (gate_up.groups, gate_up.tokens, gate_up.split_tiles) == (1, 16, 0)
     assert isinstance(gemms.plan("Q4_0", 16, 4096, 4096), FewPlan)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(3072, 8192), (4096, 14336), (16384, 3072)])
+@pytest.mark.parametrize("m", [16, 33, 64])
+def test_a_cut_without_room_for_sums_is_the_faster_one(m: int, rows: int, cols: int) -> None:
+    """Whole tiles or the kernel of few rows, neither of which takes a workspace."""
+    gemms = Gemms("wgmma", (9, 0), 132)
+    found = gemms._few_plan("Q4_0", m, rows, cols, room=0)
+    tiles = gemms._tiles("Q4_0", m, rows, cols, whole=True)
+    least = few_plan("Q4_0", m, rows, cols, 132, parts=1)
+    assert found == (least if least.nanoseconds <= tiles.nanoseconds else None)
+    assert least.workspace == plan_workspace("Q4_0", tiles) == 0
+
+
+@pytest.mark.parametrize(("groups", "tokens"), [(2, 16), (1, 256), (3, 16), (4, 128)])
+def test_tiles_that_do_not_exist_are_an_error(groups: int, tokens: int) -> None:
+    with pytest.raises(ShapeError, match=f"no tile has {groups} slabs and {tokens} tokens"):
+        make_plan(512, 4096, 4096, Q4, 132, tokens=tokens, groups=groups)
 
 
 def test_small_grids_fill_the_machine() -> None:
