@@ -37,7 +37,7 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Renders README's tables and chart: environment variables from settings.py, figures from benchmarks/receipts/.
+# Renders the tables of README and docs/, and the chart: environment variables from settings.py, figures from benchmarks/receipts/.
 readme: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.render_table
 

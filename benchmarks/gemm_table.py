@@ -1,4 +1,4 @@
-"""Render docs/kernels/gemm.md's tables from the receipts: python -m benchmarks.gemm_table [--write]"""
+"""The figures of docs/kernels/gemm.md, from the receipts of `bench_gemm`."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from benchmarks import RECEIPTS, ROOT
 from benchmarks.bench_gemm import cut
-from benchmarks.page import print_or_write
 from frink_numba.kernels.decode_attention import MOST_ROWS
 from frink_numba.kernels.gemm import Gemms
 from frink_numba.kernels.gemm_kinds import fragment_kind
 
-_RECEIPTS = Path(__file__).resolve().parent / "receipts"
-PAGE = _RECEIPTS.parent.parent / "docs" / "kernels" / "gemm.md"
+PAGE = ROOT / "docs" / "kernels" / "gemm.md"
 _CASE = re.compile(r"(\w+) (\S+) (\w+) M=(\d+) N=(\d+) K=(\d+) \S+ (\S+)")
 _MULTIPROCESSORS = 132
 _FEW = 64  # tokens and fewer: the bandwidth counts
 
 
 def _rows(name: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads((_RECEIPTS / name).read_text("utf-8"))["rows"]
+    rows: list[dict[str, Any]] = json.loads((RECEIPTS / name).read_text("utf-8"))["rows"]
     return rows
 
 
@@ -96,7 +94,3 @@ def table() -> str:
         if row["case"].startswith("first use of "):
             lines.append(f"| {row['case'].removeprefix('first use of ')} | {row['value']:.2f} |")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print_or_write(PAGE, table())

@@ -1,14 +1,10 @@
-"""Renders the figures of docs/invariant.md from the receipts of `bench_invariant`.
-
-python -m benchmarks.invariant_table --write
-"""
+"""The figures of docs/invariant.md, from the receipts of `bench_invariant`."""
 
 from __future__ import annotations
 
 import json
 
-from benchmarks.page import print_or_write
-from benchmarks.render_table import RECEIPTS, ROOT
+from benchmarks import RECEIPTS, ROOT
 
 PAGE = ROOT / "docs" / "invariant.md"
 
@@ -28,7 +24,3 @@ def table() -> str:
             link = f"[{path.stem}](../benchmarks/receipts/{path.name})"
             lines.append(f"| {case} | {served}, {document['machine']} | {figures} | {link} |")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print_or_write(PAGE, table())

@@ -1,6 +1,6 @@
-"""Renders the generated parts of README.md and docs/figures.md, and the chart, from settings.py and the receipts.
+"""Renders the generated parts of README.md and of pages in docs/, and the chart, from settings.py and the receipts.
 
-    python -m benchmarks.render_table            rewrites README.md, docs/figures.md and docs/prefill.svg
+    python -m benchmarks.render_table            rewrites the pages and docs/prefill.svg
     python -m benchmarks.render_table --check    exits 1 when it would change one
 
 A generated part stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
@@ -14,11 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import chart
+from benchmarks import RECEIPTS, ROOT, chart, gemm_table, invariant_table, speculation_table
 from frink_numba import settings
 
-ROOT = Path(__file__).resolve().parent.parent
-RECEIPTS = ROOT / "benchmarks" / "receipts"
 CHART = ROOT / "docs" / "prefill.svg"
 FIGURES = ROOT / "docs" / "figures.md"
 KERNELS = ("gemm", "read-floor", "attention", "decode-kernels")  # single kernels stand on pages in docs/kernels
@@ -123,6 +121,12 @@ def parts_of_figures(folder: Path = RECEIPTS) -> dict[str, str]:
     return {name: table.replace("](benchmarks/", "](../benchmarks/") for name, table in parts.items()}
 
 
+def pages() -> dict[Path, dict[str, str]]:
+    """Every page with its generated parts by name."""
+    tables = {made.PAGE: {"figures": made.table()} for made in (gemm_table, invariant_table, speculation_table)}
+    return {ROOT / "README.md": parts_of_readme(), FIGURES: parts_of_figures(), **tables}
+
+
 def rendered(text: str, parts: Mapping[str, str]) -> str:
     """A page's `text` with its generated parts anew; ValueError when a part's marks are missing."""
     for name, table in parts.items():
@@ -139,9 +143,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing, exit 1 when something is out of step")
     check = parser.parse_args().check
-    readme = ROOT / "README.md"
-    pages = {readme: parts_of_readme(), FIGURES: parts_of_figures()}
-    wanted = {path: rendered(path.read_text("utf-8"), parts) for path, parts in pages.items()}
+    wanted = {path: rendered(path.read_text("utf-8"), parts) for path, parts in pages().items()}
     wanted[CHART] = chart.draw(chart.points(RECEIPTS))
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text("utf-8") != text]
     for path in stale:

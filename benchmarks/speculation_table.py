@@ -1,15 +1,11 @@
-"""Renders the figures of docs/speculation.md from the receipts of `bench_speculation`.
-
-python -m benchmarks.speculation_table --write
-"""
+"""The figures of docs/speculation.md, from the receipts of `bench_speculation`."""
 
 from __future__ import annotations
 
 import json
 import re
 
-from benchmarks.page import print_or_write
-from benchmarks.render_table import RECEIPTS, ROOT
+from benchmarks import RECEIPTS, ROOT
 
 PAGE = ROOT / "docs" / "speculation.md"
 _NAMES = "speculation-host.json", "speculation-h200.json"
@@ -31,7 +27,3 @@ def table() -> str:
         ratios = [f"{column[question]:.2f}" if question in column else "" for column in columns.values()]
         lines.append(f"| {question} | " + " | ".join(ratios) + " |")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print_or_write(PAGE, table())

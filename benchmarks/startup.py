@@ -24,12 +24,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks import RECEIPTS
 from benchmarks.command import exit_with
 from frink_numba.driver import query_driver
 from frink_numba.errors import BackendUnavailable
 from frink_numba.receipt import Row, cpu_name, receipt, write_receipt
 
-RECEIPTS = Path(__file__).resolve().parent / "receipts"
 MODEL = "smollm2-135m"
 PROMPT = "Once upon a time"
 

@@ -12,13 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import chart
+from benchmarks import RECEIPTS, chart
 from benchmarks.render_table import (
     CHART,
-    FIGURES,
-    RECEIPTS,
     figures_table,
-    parts_of_figures,
+    pages,
     parts_of_readme,
     rendered,
     speed_table,
@@ -31,9 +29,9 @@ _README = (_ROOT / "README.md").read_text("utf-8")
 
 
 def test_generated_parts_are_in_step() -> None:
-    assert rendered(_README, parts_of_readme()) == _README, "run `make readme`"
-    figures = FIGURES.read_text("utf-8")
-    assert rendered(figures, parts_of_figures()) == figures, "run `make readme`"
+    for page, parts in pages().items():
+        text = page.read_text("utf-8")
+        assert rendered(text, parts) == text, f"{page.name}: run `make readme`"
     for name in settings.SETTINGS:
         assert f"| `{name}` |" in _README
 

@@ -80,9 +80,8 @@ def copy_rows(threads: int, columns: int, together: int) -> Any:
     """copy(x, first, count, pieces, inverse, cols, column, target, stride, sums, sums_stride):
 
     `together` pieces of 16 bytes a thread at a time, by whole warps. Piece i of `count` is piece i mod `pieces` of row
-    i / pieces (`inverse` = 2**32 / pieces, rounded up); `column` is the part's first; zeros
-    beyond `cols`. Rows lie `stride` bytes apart in shared memory, the sums of each `columns` columns (0: none) at
-    `sums`, `sums_stride` apart.
+    i / pieces (`inverse` = 2**32 / pieces, rounded up); `column` is the part's first; zeros beyond `cols`. Rows lie
+    `stride` bytes apart in shared memory, the sums of each `columns` columns (0: none) at `sums`, `sums_stride` apart.
     """
 
     @emitted(None, "u64", *["u32"] * 10)
